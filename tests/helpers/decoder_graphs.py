@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import onnx
 import torch
-from onnx import NodeProto, TensorProto, helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from twinop.record.dtypes import ELEMENT_TYPES
@@ -65,13 +66,14 @@ class _Writer:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.random)
 
-    def node(self, op: str, inputs: list[str], output: str, others: Any = (), **attributes: Any) -> str:
+    def node(self, op: str, inputs: list[str], output: str, others: Any = (), **more: Any) -> str:
         fused = ("Skip", "Group", "MatMulNBits", "GatherBlock")
         domain = _MICROSOFT if op.startswith(fused) else ""
-        self.nodes.append(
-            helper.make_node(op, inputs, [output, *others], output, domain=domain, **attributes)
-        )
+        self.nodes.append(helper.make_node(op, inputs, [output, *others], output, domain=domain, **more))
         return output
+
+    def integers(self, name: str, values: int | list[int]) -> str:
+        return self.node("Constant", [], name, value=numpy_helper.from_array(np.array(values), name[1:]))
 
     def product(self, x: str, name: str, k: int, n: int) -> str:
         if self.precision != "int4":
@@ -95,10 +97,7 @@ class _Writer:
         return self.node(op, [x, skip, weight], f"/{name}", others, epsilon=1e-6), f"/{name}/sum"
 
     def lengths(self) -> tuple[str, str]:
-        ones = self.node(
-            "Constant", [], "/ones", value=helper.make_tensor("ones", TensorProto.INT64, [1], [1])
-        )
-        one = self.node("Constant", [], "/one", value=helper.make_tensor("one", TensorProto.INT64, [], [1]))
+        ones, one = self.integers("/ones", [1]), self.integers("/one", 1)
         count = self.node("ReduceSum", ["attention_mask", ones], "/count", keepdims=0)
         last = self.node("Sub", [count, ones], "/last")
         shape = self.node("Shape", ["attention_mask"], "/shape")
@@ -112,34 +111,19 @@ class _Writer:
         qkv = [self.product(x, f"{name}.qkv_proj.MatMul", s.width, sum(widths)), "", ""]
         norms: list[str] = []
         attributes: dict[str, Any] = {"num_heads": s.heads, "kv_num_heads": s.kv_heads, "do_rotary": 1}
-        attributes |= {
-            "scale": s.head**-0.5,
-            "local_window_size": -1,
-            "softcap": 0.0,
-            "rotary_interleaved": 0,
-        }
+        attributes |= {"scale": s.head**-0.5, "local_window_size": -1}
+        attributes |= {"softcap": 0.0, "rotary_interleaved": 0}
         if s.norms:
             parts = [f"{qkv[0]}/{part}" for part in "qkv"]
             if not i:
-                value = helper.make_tensor("widths", TensorProto.INT64, [3], widths)
-                self.node("Constant", [], "/widths", value=value)
+                self.integers("/widths", widths)
             self.node("Split", [qkv[0], "/widths"], parts[0], parts[1:], axis=-1)
             qkv, attributes["qk_norm_epsilon"] = parts, 1e-6
             norms = [self.weight(f"{name}.{part}_norm", 1 + 0.1 * self.normal(s.head)) for part in "qk"]
-        past, present = (
-            [f"{each}.{i}.{kind}" for kind in ("key", "value")] for each in ("past_key_values", "present")
-        )
-        given = [
-            *qkv,
-            *past,
-            *lengths,
-            "cos_cache",
-            "sin_cache",
-            "",
-            "",
-            "",
-            *([""] * 2 + norms if norms else []),
-        ]
+            norms = ["", "", *norms]
+        names = ("past_key_values", "present")
+        past, present = ([f"{each}.{i}.key", f"{each}.{i}.value"] for each in names)
+        given = [*qkv, *past, *lengths, "cos_cache", "sin_cache", *[""] * 3, *norms]
         y = self.node("GroupQueryAttention", given, f"/{name}", present, **attributes)
         return self.product(y, f"{name}.o_proj.MatMul", widths[0], s.width)
 
@@ -162,8 +146,7 @@ class _Writer:
         if s.table:
             table = self.weight("model.embed_tokens.weight", self.normal(s.table, s.width))
         elif self.precision == "int4":
-            value = helper.make_tensor("shape", TensorProto.INT64, [2], [s.vocab, s.width // 2])
-            shape = self.node("Constant", [], "/shape_of_table", value=value)
+            shape = self.integers("/shape_of_table", [s.vocab, s.width // 2])
             table = self.node("Reshape", [f"{head}_Q4", shape], "/table")
             given = [table, "input_ids", f"{head}_scales"]
             sizes: dict[str, Any] = {"bits": 4, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}

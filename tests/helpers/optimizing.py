@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import pytest
 import torch
 from made_once import made_once
 from samples import RECORDS
 
 from lab.model_zoo import TINY, Size, batch, encoder
+from twinop.errors import ExportError
 from twinop.export import export
 from twinop.optimize import OptimizeReport, optimize
 from twinop.optimize.graph import RewriteContext
@@ -44,24 +46,47 @@ def pass_of(title: str, function: Callable[[RewriteContext], None]) -> type[Rewr
 LENGTHS = {name: {0: "batch", 1: "length"} for name in ("ids", "mask")}
 
 
-def parsed(text: str, **constants: np.ndarray) -> onnx.ModelProto:
+def parsed(text: str, opset: int = 20, ir_version: int = 10, /, **constants: np.ndarray) -> onnx.ModelProto:
     """Makes a model of ONNX's text form, such as `(float[N, 4] x) => (float[N, 4] y) { y = Relu(x) }`."""
-    imports = '["": 20, "com.microsoft": 1, "custom_domain": 1]'
-    model = onnx.parser.parse_model(f"<ir_version: 10, opset_import: {imports}> g {text}")
+    imports = f'["": {opset}, "com.microsoft": 1, "custom_domain": 1]'
+    model = onnx.parser.parse_model(f"<ir_version: {ir_version}, opset_import: {imports}> g {text}")
     for name, array in constants.items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     return model
 
 
-def optimized(model: onnx.ModelProto | Path, folder: Path, **options: Any) -> tuple[OptimizeReport, ir.Model]:
-    """Optimises a model, for CUDA unless `device` says otherwise; returns the report and the new model."""
+def apart(names: str, shape: str = "apart", perm: str = "0, 2, 1, 3") -> str:
+    """Nodes that split each of some values into heads: qh is made of q."""
+    return " ".join(f"{n}4 = Reshape ({n}, {shape}) {n}h = Transpose <perm=[{perm}]> ({n}4)" for n in names)
+
+
+KT = "0, 2, 3, 1"
+JOINED = "ot = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (ot, joined)"
+
+
+def reported(model: onnx.ModelProto | Path, folder: Path, **options: Any) -> OptimizeReport:
+    """Optimises a model, from old.onnx if it is no path, to fast.onnx; for CUDA unless `device` says it."""
     source = model if isinstance(model, Path) else folder / "old.onnx"
     if not isinstance(model, Path):
         onnx.save(model, source)
-    report = optimize(source, folder / "fast.onnx", **{"device": "cuda"} | options)
+    return optimize(source, folder / "fast.onnx", **{"device": "cuda"} | options)
+
+
+def optimized(model: onnx.ModelProto | Path, folder: Path, **options: Any) -> tuple[OptimizeReport, ir.Model]:
+    """Optimises a model without a rewrite that is reverted; returns the report and the new model."""
+    report = reported(model, folder, **options)
     assert not report.reverted, report.reverted
     assert not Path("sym_shape_infer_temp.onnx").exists()  # ONNX Runtime's inference leaves it in this folder
     return report, ir.load(folder / "fast.onnx")
+
+
+def refusal(model: onnx.ModelProto | Path, folder: Path, **options: Any) -> str:
+    """Returns why a model is refused; no file appears."""
+    is_there = (folder / "fast.onnx").exists()
+    with pytest.raises(ExportError) as error:
+        reported(model, folder, **options)
+    assert (folder / "fast.onnx").exists() == is_there
+    return str(error.value)
 
 
 def nodes(model: ir.Model, *op_types: str) -> list[ir.Node]:

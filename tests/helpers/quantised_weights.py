@@ -16,9 +16,7 @@ class Weight:
     given: dict[str, torch.Tensor]
 
 
-def weight_of(
-    n: int, k: int, bits: int, block: int, with_zero: bool, dtype: torch.dtype = torch.float16
-) -> Weight:
+def weight_of(n: int, k: int, bits: int, block: int, with_zero: bool, dtype: Any = torch.float16) -> Weight:
     """Makes random integers and scales. `stored` has scales in fp32, of the same values."""
     random = np.random.default_rng(n + k + bits + block)
     blocks = -(-k // block)

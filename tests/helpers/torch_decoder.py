@@ -72,9 +72,8 @@ class TorchDecoder:
         def run() -> Tensor:
             x = table[feeds["input_ids"]]
             for i, weights in enumerate(self.layers):
-                x = one(
-                    x, weights, feeds[f"past_key_values.{i}.key"], feeds[f"past_key_values.{i}.value"], last
-                )
+                k, v = (feeds[f"past_key_values.{i}.{each}"] for each in ("key", "value"))
+                x = one(x, weights, k, v, last)
             return F.linear(F.rms_norm(x, x.shape[-1:], norm, 1e-6), head)
 
         return run

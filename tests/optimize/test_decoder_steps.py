@@ -91,7 +91,7 @@ class Decoder:
         """Returns a step on this memory, which returns the memory of its logits."""
         feeds = {"input_ids": tokens, "attention_mask": mask, **caches}
         dtype = torch.float32 if self.dtype is torch.bfloat16 else self.dtype
-        logits = torch.empty(len(tokens), 1, SIZES.vocab, dtype=dtype, device=self.device)
+        logits = torch.empty(*tokens.shape, SIZES.vocab, dtype=dtype, device=self.device)
         outputs = {name.replace("past_key_values", "present"): each for name, each in caches.items()}
         step = bind(self.session, feeds, {"logits": logits} | outputs, graph=0 if self.graph else None)
         wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
@@ -100,7 +100,7 @@ class Decoder:
             wait()  # ONNX Runtime has a stream of its own
             step()
             wait()
-            return logits[:, 0]
+            return logits
 
         return run
 
@@ -164,23 +164,17 @@ def test_the_same_bits_in_every_company(device: str, precision: str, decoder: Ca
         for each in (("cpu", "float16"), ("cuda", "float16"), ("cuda", "int4"))
     ],
 )
-def test_the_same_bits_in_another_process(
-    device: str, precision: str, decoder: Callable[[str], Path]
-) -> None:
+def test_the_same_bits_in_each_process(device: str, precision: str, decoder: Callable[[str], Path]) -> None:
     folder, here = decoder(precision), Path(__file__).parent
-    program = (
-        f"import test_decoder_steps as t; print(t.Decoder(t.Path({str(folder)!r}), {device!r}).digest())"
-    )
+    code = f"import test_decoder_steps as t; print(t.Decoder(t.Path({str(folder)!r}), {device!r}).digest())"
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
-    ran = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split()[-1] == Decoder(folder, device).digest()
 
 
 @each_form
-def test_a_thousand_steps_in_a_graph(
-    device: str, precision: str, decoder: Callable[[str], Path], gpu_alone: None
-) -> None:
+def test_1000_steps(device: str, precision: str, decoder: Callable[[str], Path], gpu_alone: None) -> None:
     """A graph, whose mask has the length of the caches, and steps without one, whose mask grows, agree."""
     count = 1000 if device == "cuda" else 8
     steps, batch = Decoder(decoder(precision), device, graph=True), 3
@@ -189,13 +183,13 @@ def test_a_thousand_steps_in_a_graph(
     mask = torch.zeros(batch, count, dtype=torch.int64, device=device)
     run = steps.bound(tokens, mask, caches)
     said = torch.empty(count, batch, 1, dtype=torch.int64, device=device)
-    found = torch.empty(count, batch, SIZES.vocab, device=device)
+    found = torch.empty(count, batch, 1, SIZES.vocab, device=device)
     free = []
     for step in range(count):
         mask[:, step] = 1
         said[step] = tokens
         found[step] = run()
-        tokens.copy_((found[step].argmax(-1, keepdim=True) + step) % SIZES.vocab)  # no circle of tokens
+        tokens.copy_((found[step].argmax(-1) + step) % SIZES.vocab)  # no circle of tokens
         if device == "cuda" and step in (count // 10, count - 1):
             free.append(torch.cuda.mem_get_info()[0])
     assert len(set(free)) <= 1, "memory leaks"
@@ -210,19 +204,13 @@ def test_a_thousand_steps_in_a_graph(
 
 
 @pytest.mark.cuda
-def test_a_session_captures_steps_over_the_callers_caches(
-    decoder: Callable[[str], Path], gpu_alone: None
-) -> None:
+def test_a_session_captures_steps_over_given_caches(decoder: Callable[[str], Path], gpu_alone: None) -> None:
     """Steps of a captured graph and of a session without one agree, also when the batch shrinks."""
     folder, whole = decoder("float16"), 3
     found = list[list[Tensor]]()
     for graph in (False, True):
-        session = deploy.session(
-            folder / "model.onnx",
-            ["CUDAExecutionProvider"],
-            folder / "libcustom_ops.so",
-            enable_cuda_graph=graph,
-        )
+        files: Any = folder / "model.onnx", ["CUDAExecutionProvider"], folder / "libcustom_ops.so"
+        session = deploy.session(*files, enable_cuda_graph=graph)
         caches = Decoder(folder, "cuda").caches(whole, 1024)
         places = {name: each.data_ptr() for name, each in caches.items()}
         mask = torch.zeros(whole, 1024, dtype=torch.int64, device="cuda")
@@ -282,18 +270,9 @@ def test_prompts_have_the_same_bits_in_every_company(device: str, precision: str
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, SIZES.vocab, (3, most), generator=random).to(device)
     mask = (torch.arange(most) < torch.tensor(lengths)[:, None]).long().to(device)
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def run(tokens: Tensor, mask: Tensor, caches: Mapping[str, Tensor]) -> Tensor:
-        dtype = torch.float32 if model.dtype is torch.bfloat16 else model.dtype
-        logits = torch.empty(*tokens.shape, SIZES.vocab, dtype=dtype, device=device)
-        outputs = {name.replace("past_key_values", "present"): each for name, each in caches.items()}
-        feeds = {"input_ids": tokens.contiguous(), "attention_mask": mask.contiguous(), **caches}
-        step = bind(model.session, feeds, {"logits": logits} | outputs)
-        wait()  # ONNX Runtime has a stream of its own
-        step()
-        wait()
-        return logits
+        return model.bound(tokens.contiguous(), mask.contiguous(), caches)()
 
     full = torch.ones_like(mask)
     alone = [run(tokens[i : i + 1], full[:1], model.caches(1, most)) for i in range(3)]

@@ -11,10 +11,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import matmul_nbits_quantizer as quantizer
 from optimizing import nodes, optimized, parsed, rewritten, types, weights
+from quantised_weights import weight_of
 
+from twinop import deploy
 from twinop.model import weights as lazy
 from twinop.optimize import dequantize
 from twinop.optimize.equivalence import NotEquivalent
+from twinop.optimize.quantised import Quantised, QuantisedGates
 from twinop.optimize.rewrite import skipped
 from twinop.optimize.segments import cut
 from twinop.optimize.weight_check import check_weights
@@ -29,14 +32,10 @@ def integers(kind: str, *shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape)).integers(low, low + 2**bits, shape, np.int16)
 
 
-def model(
-    kind: str, axis: int, *, zero: bool = True, reader: str = "", block: int = BLOCK
-) -> onnx.ModelProto:
+def model(kind: str, axis: int, zero: bool = True, reader: str = "", block: int = BLOCK) -> onnx.ModelProto:
     """x @ dequantised, in fp16: [K, N] with blocks along axis 0, or [N, K] that is turned."""
     shape, few = ((K, N), (K // block, N)) if axis == 0 else ((N, K), (N, K // block))
-    reader = reader or (
-        "y = MatMul (x, d)" if axis == 0 else "t = Transpose <perm = [1, 0]> (d) y = MatMul (x, t)"
-    )
+    reader = reader or ("y = MatMul(x, d)" if axis == 0 else "t = Transpose<perm=[1, 0]>(d) y = MatMul(x, t)")
     given = "q, s, z" if zero else "q, s"
     text = f"(float16[M, {K}] x) => (float16[M, {N}] y) "
     text += f"{{ d = DequantizeLinear <axis = {axis}, block_size = {block}> ({given}) {reader} }}"
@@ -64,9 +63,7 @@ def model(
         ("int4", 1, True, "y = Gemm <transB = 1> (x, d)"),
     ],
 )
-def test_each_form_is_a_product_of_quantised_weights(
-    kind: str, axis: int, zero: bool, reader: str, tmp_path: Path
-) -> None:
+def test_each_form_is_one_product(kind: str, axis: int, zero: bool, reader: str, tmp_path: Path) -> None:
     """The comparison with the original in fp32 and in 16 bits has seen each number."""
     report, made = optimized(model(kind, axis, zero=zero, reader=reader), tmp_path)
     assert report.fused["linear_q"] == 1 and not report.skipped
@@ -152,8 +149,7 @@ def test_the_bytes_are_compared_with_the_source(kind: str, axis: int, tmp_path: 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_what_the_quantizer_of_onnx_runtime_writes(symmetric: bool, tmp_path: Path) -> None:
     text = f"(float[M, {K}] x) => (float[M, {N}] y) {{ y = MatMul (x, w) }}"
-    proto = parsed(text, w=weights(K, N))
-    proto.opset_import[0].version = 21
+    proto = parsed(text, 21, w=weights(K, N))
     form = quantizer.QuantFormat.QDQ
     made = quantizer.MatMulNBitsQuantizer(proto, block_size=32, is_symmetric=symmetric, quant_format=form)
     made.process()
@@ -164,9 +160,7 @@ def test_what_the_quantizer_of_onnx_runtime_writes(symmetric: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [128, 6, 5])
-def test_integers_are_packed_in_strips(
-    kind: str, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_in_strips(kind: str, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also turned ones in a file, of which no strip reads more than it has."""
     monkeypatch.setattr(lazy, "_STRIP", 64)
     monkeypatch.setattr(lazy, "LARGE", 0)
@@ -181,3 +175,56 @@ def test_integers_are_packed_in_strips(
         codes = np.pad(codes, ((0, 0), (0, columns % 2)))
         codes = codes[:, ::2] + 16 * codes[:, 1::2]
     np.testing.assert_array_equal(found, codes)
+
+
+# ------------------------------------------------------------------------------------- MatMulNBits
+
+WIDTH, COLUMNS = 64, 32
+SILU = "a = custom_domain.CustomSilu(g) y = Mul(a, u)"
+READ = SILU.replace("y =", "b =")
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "rest", "expected"),
+    [
+        ({}, {}, SILU, {"CustomLinearQSwiglu": 1}),
+        ({"zero": True}, {"zero": True}, SILU, {"CustomLinearQSwiglu": 1}),
+        ({}, {"x": "z"}, SILU, {"CustomLinearQ": 2, "Mul": 1}),
+        ({}, {"bits": 8}, SILU, {"CustomLinearQ": 2, "Mul": 1}),
+        ({}, {"zero": True}, SILU, {"CustomLinearQ": 2, "Mul": 1}),
+        ({}, {}, f"{READ} y = Add(b, g)", {"CustomLinearQ": 2, "CustomSilu": 1, "Mul": 1, "Add": 1}),
+        ({}, {}, "s = Add(g, row) y = Mul(s, u)", {"CustomLinearQ": 2, "Mul": 1}),
+        ({}, {}, "s = Add(g, one) y = Mul(s, u)", {"CustomLinearQ": 2, "Mul": 1, "Add": 1}),
+        ({}, {"order": True}, "y = Mul(g, u)", {"CustomLinearQ": 1, "MatMulNBits": 1, "Mul": 1}),
+    ],
+    ids=str,
+)
+def test_gated_products(gate: Any, up: Any, rest: str, expected: dict[str, int]) -> None:
+    random = np.random.default_rng(0)
+    feeds = {name: random.standard_normal((3, WIDTH)).astype(np.float16) for name in "xz"}
+    values = {"row": random.standard_normal(COLUMNS).astype(np.float16), "one": np.ones(1, np.float16)}
+    constants, text = dict(values), ""
+    for name, form in {"g": gate, "u": up}.items():
+        x, bits = form.get("x", "x"), form.get("bits", 4)
+        weight = weight_of(COLUMNS, WIDTH, bits, 32, form.get("zero", False))
+        values[name] = feeds[x] @ weight.dense.numpy().T
+        found = {f"{name}_{key}": array for key, array in weight.stored.items()}
+        found[f"{name}_scales"] = found[f"{name}_scales"].astype(np.float16)
+        zero = f"{name}_zero_points" if form.get("zero") else ""
+        more = [zero, "order"] if form.get("order") else [zero]
+        constants |= found | ({"order": np.arange(WIDTH, dtype=np.int32) // 32} if "order" in form else {})
+        inputs = ", ".join([x, f"{name}_B", f"{name}_scales", *more]).rstrip(", ")
+        attributes = f"K = {WIDTH}, N = {COLUMNS}, bits = {bits}, block_size = 32"
+        text += f"{name} = com.microsoft.MatMulNBits <{attributes}> ({inputs}) "
+    dims = f"(float16[3, {WIDTH}] x, float16[3, {WIDTH}] z) => (float16[3, {COLUMNS}] y)"
+    model = rewritten(parsed(f"{dims} {{ {text} {rest} }}", **constants), QuantisedGates, Quantised)
+    assert types(model) == expected
+    assert skipped(model) == ({"MatMulNBits: columns in another order (g_idx)": 1} if "order" in up else {})
+    if "order" in up:
+        return
+    y = deploy.session(ir.to_proto(model), ["CPUExecutionProvider"]).run(feeds)["y"]
+    g, u = values["g"], values["u"]
+    truth = {"Add(g, row)": (g + values["row"]) * u, "Add(g, one)": (g + 1) * u}
+    wanted = next((found for said, found in truth.items() if said in rest), g / (1 + np.exp(-g)) * u)
+    wanted = wanted + g if "Add(b, g)" in rest else wanted
+    np.testing.assert_allclose(y, wanted, rtol=1e-2, atol=1e-2)

@@ -48,7 +48,7 @@ def test_what_a_model_takes_does_not_grow_with_its_layers(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("what", ["memory", "disk"])
-def test_too_little_is_refused_before_anything_is_written(
+def test_too_little_is_refused(
     what: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message says how much is needed."""

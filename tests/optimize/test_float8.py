@@ -22,15 +22,7 @@ from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.errors import ExportError
 from twinop.model import weights as stored
 from twinop.model.parts import parts
-from twinop.optimize import (
-    OptimizeReport,
-    decoders,
-    float8,
-    optimize,
-    optimize_folder,
-    optimizer,
-    segments,
-)
+from twinop.optimize import OptimizeReport, decoders, float8, optimize, optimize_folder, optimizer, segments
 from twinop.optimize import graph as g
 from twinop.optimize.equivalence import NotEquivalent, relative_error
 from twinop.optimize.estimate import Estimate
@@ -107,9 +99,8 @@ def test_models(style: str, dtype: str, tmp_path: Path) -> None:
     norms = [node for node in model.graph if node.op_type in OPS[:2]]
     names = [[bool(value.name) for value in node.outputs] for node in norms]
     assert names == [[True] * 3] * 3 if style == "bert" else [[True, True, False, True]] * 3
-    assert model.ir_version >= 9 and {each.dtype for each in model.graph.outputs} == {
-        ir.DataType[report.dtype.upper()]
-    }
+    assert model.ir_version >= 9
+    assert {each.dtype for each in model.graph.outputs} == {ir.DataType[report.dtype.upper()]}
     onnx.checker.check_model(report.path, full_check=True)
     assert result.error_16 < result.error < 0.1 and all(0.001 < each < 0.1 for each in result.layers.values())
     lines = str(report).splitlines()
@@ -137,7 +128,7 @@ def test_in_segments(whole: OptimizeReport, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("dtype", ["float8", None])
-def test_a_file_in_fp32_that_multiplies_in_bfloat16(
+def test_fp32_that_multiplies_in_bfloat16(
     dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As autocast writes it: in its segments, no input and no weight has the dtype that the CPU lacks."""
@@ -148,15 +139,6 @@ def test_a_file_in_fp32_that_multiplies_in_bfloat16(
     assert dtype is None or (report.float8 is not None and len(report.float8.layers) == 4)
 
 
-def test_on_the_users_inputs(tmp_path: Path) -> None:
-    x = np.random.default_rng(5).standard_normal((40, 64)).astype(np.float32) * np.float32(0.01)
-    np.savez(tmp_path / "given.npz", x0=x)
-    report = optimized(tmp_path, inputs_file=tmp_path / "given.npz")
-    assert report.float8 is not None and report.float8.error == pytest.approx(
-        error_of(report, x0=x), rel=0.05
-    )
-
-
 def test_external_data_and_outputs_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (optimizer, float8):
         monkeypatch.setattr(module, "EXTERNAL_DATA_BYTES", 1)
@@ -165,10 +147,8 @@ def test_external_data_and_outputs_within(tmp_path: Path, monkeypatch: pytest.Mo
     [data] = tmp_path.glob("*.data")
     assert report.bytes_after == data.stat().st_size + report.path.stat().st_size
     model = ir.load(report.path)
-    assert types(model)["CustomLinearFp8"] == 4 and [each.name for each in model.graph.outputs] == [
-        "x3",
-        "n1",
-    ]
+    assert types(model)["CustomLinearFp8"] == 4
+    assert [each.name for each in model.graph.outputs] == ["x3", "n1"]
     assert error_of(report, x0=weights(5, 64)) < 0.1
 
 
@@ -226,9 +206,7 @@ def test_matmuls_of_decoders_stay_whole(activation: str, monkeypatch: pytest.Mon
 # ------------------------------------------------------------------------------------ too large errors
 
 
-def test_the_largest_errors_go_back(
-    whole: OptimizeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_errors_go_back(whole: OptimizeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = whole.float8
     assert full is not None
     tried, error = list[Any](), float8._Trial.error
@@ -260,7 +238,7 @@ def test_nan_is_an_infinite_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("number", "has_16"), [(np.nan, False), (np.inf, True)])
-def test_what_is_not_finite_in_8_bits_only(
+def test_not_finite_in_8_bits(
     number: float, has_16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is infinite, unless the file in 16 bits has as much at the same place."""
@@ -303,11 +281,8 @@ def test_all_go_back(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------ which matmuls
 
-LINEAR, GATED, NORM = (
-    "custom_domain.CustomLinear",
-    "custom_domain.CustomLinearSwiglu",
-    "custom_domain.CustomRmsNorm",
-)
+LINEAR, NORM = "custom_domain.CustomLinear", "custom_domain.CustomRmsNorm"
+GATED = f"{LINEAR}Swiglu"
 
 
 def model_of(text: str, **arrays: np.ndarray) -> ir.Model:
@@ -554,18 +529,16 @@ def test_wrong_options(options: dict[str, Any], message: str, tmp_path: Path) ->
 
 
 def test_a_file_in_8_bits_is_refused(whole: OptimizeReport, tmp_path: Path) -> None:
+    said = r"is in 8 bits already, it has Custom\w+Fp8\. Give the file in 16"
     for dtype in ("float8", "float16", None):
-        with pytest.raises(
-            ExportError, match=r"is in 8 bits already, it has Custom\w+Fp8\. Give the file in 16"
-        ):
+        with pytest.raises(ExportError, match=said):
             optimize(whole.path, tmp_path / "again.onnx", dtype=dtype)
 
 
 def test_what_the_cpu_does_not_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8, "run_any", Mock(side_effect=NotRunnable("it has no CPU kernel for Net")))
-    with pytest.raises(
-        ExportError, match="error cannot be measured on the CPU: it has no CPU kernel for Net. Take"
-    ):
+    said = "error cannot be measured on the CPU: it has no CPU kernel for Net. Take"
+    with pytest.raises(ExportError, match=said):
         optimized(tmp_path)
     assert not (tmp_path / "new.onnx").exists()
 

@@ -15,6 +15,7 @@ import onnxruntime as ort
 import pytest
 from genai_models import FAMILIES, PROMPT, STEPS, Decoder, Genai, build
 from optimizing import nodes, parsed, rewritten, types, weights
+from slow_cases import often
 from typer.testing import CliRunner
 
 from twinop.cli import app
@@ -74,9 +75,7 @@ DEFAULT = {"Phi3": "fp32", "Gemma2": "fp16"} | dict.fromkeys(("Llama", "Phi", "G
         for family in (FP16 if precision == "fp16" else FAMILIES)
     ],
 )
-def test_genai_computes_the_same(
-    family: str, precision: str, built: Builds, genai: Genai, tmp_path: Path
-) -> None:
+def test_same_in_genai(family: str, precision: str, built: Builds, genai: Genai, tmp_path: Path) -> None:
     """Fed with the original's tokens, logits differ by no more than the original's own noise makes two."""
     source = built(family, precision, "cuda" if precision == "fp16" else "cpu")
     report = optimized(source, tmp_path / "fast")
@@ -111,7 +110,7 @@ def test_genai_computes_the_same(
         ("Qwen2", "int4", "cuda"),
     ],
 )
-def test_several_sequences_of_different_lengths(
+def test_several_sequences(
     family: str, precision: str, device: str, built: Builds, genai: Genai, tmp_path: Path
 ) -> None:
     """The CPU runs what is for CUDA, too: our attention over caches, with padding and CUDA graphs' masks."""
@@ -134,9 +133,7 @@ def test_several_sequences_of_different_lengths(
     assert compared >= STEPS
 
 
-@pytest.mark.parametrize(
-    "family", ["Qwen2", pytest.param("Gemma", marks=slow), pytest.param("Phi3", marks=slow)]
-)
+@pytest.mark.parametrize("family", often(["Qwen2", "Gemma", "Phi3"], "Qwen2"))
 def test_packed_in_float8(family: str, built: Builds, genai: Genai, tmp_path: Path) -> None:
     """genai's own steps are as close as the report says."""
     source = built(family, "fp16", "cuda")
@@ -161,9 +158,8 @@ def test_norms_of_q_and_k_that_only_cuda_computes(built: Builds, genai: Genai, t
     assert len(norms) == 2 and not nodes(model, "Reshape")
     assert len(nodes(model, "CustomLinear")) == 7  # q, k and v stay one product
     optimized(source, tmp_path / "cpu")
-    assert all(
-        len(node.inputs) < 15 for node in nodes(ir.load(tmp_path / "cpu/model.onnx"), "GroupQueryAttention")
-    )
+    on_cpu = nodes(ir.load(tmp_path / "cpu/model.onnx"), "GroupQueryAttention")
+    assert all(len(node.inputs) < 15 for node in on_cpu)
     genai(tmp_path / "cpu")
     with pytest.raises(RuntimeError, match=r"max_length \(257\) cannot be greater than model context_length"):
         genai(tmp_path / "cpu", length=257)
@@ -210,16 +206,12 @@ def test_folders_of_twinop(built: Builds, tmp_path: Path) -> None:
     [
         ("Qwen2", {"fuse_qkv": "false", "is_symmetric": "false", "shared_embeddings": "false"}, 2),
         ("Llama", {"fuse_qkv": "false", "block_size": 64}, 2),
-        pytest.param(
-            "Llama", {"fuse_qkv": "false", "algo_config": "k_quant_mixed"}, 1, marks=slow
-        ),  # v of 8 bits
+        pytest.param("Llama", {"fuse_qkv": "false", "algo_config": "k_quant_mixed"}, 1, marks=slow),  # 8 bits
         pytest.param("Gemma", {"fuse_mlp_gate_up": "true"}, 0, marks=slow),  # GELU
     ],
     ids=str,
 )
-def test_what_cuda_gets_for_int4(
-    family: str, extra: dict[str, Any], merged: int, built: Builds, tmp_path: Path
-) -> None:
+def test_int4_on_cuda(family: str, extra: dict[str, Any], merged: int, built: Builds, tmp_path: Path) -> None:
     source = built(family, "int4", "cuda", **extra)
     report = optimized(source, tmp_path / "fast", "cuda")
     assert report.own_error is not None and report.error < 2 * report.own_error
@@ -289,7 +281,7 @@ def test_products_of_other_sizes_are_refused(k: int, said: str) -> None:
         rewritten(parsed(text, B=b, scales=scales), quantised.Quantised)
 
 
-@pytest.mark.parametrize("family", ["Gemma3", pytest.param("Gemma2", marks=slow)])
+@pytest.mark.parametrize("family", often(["Gemma3", "Gemma2"], "Gemma3"))
 def test_norms_of_gemma_stay_in_fp32(family: str, built: Builds, tmp_path: Path) -> None:
     """What it adds up may exceed fp16. Its table of embeddings and norms of heads are in fp16."""
     source = built(family, "fp16", "cuda")
@@ -359,12 +351,8 @@ def options_of(folder: Path) -> dict[str, Any]:
         (None, [], []),
     ],
 )
-def test_the_edits_of_genai_config(
-    device: str | None,
-    given: list[Any],
-    expected: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_edited_config(
+    device: str | None, given: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a device, a folder that names CUDA stays one for CUDA, also where there is no GPU."""
     monkeypatch.setattr("twinop.optimize.optimizer.has_gpu", lambda: False)
@@ -404,12 +392,10 @@ CUBE = "y = test_cube.CustomCube (n)"
 @pytest.mark.parametrize("is_named", [True, False])
 def test_user_ops_and_twinops_in_one_library(is_named: bool, tmp_path: Path) -> None:
     own = find_library("test_cube")
-    source = folder_of(
-        normed(CUBE), tmp_path / "old", **({"custom_ops_library": own.name} if is_named else {})
-    )
+    named = {"custom_ops_library": own.name} if is_named else {}
+    source = folder_of(normed(CUBE), tmp_path / "old", **named)
     if is_named:
         (source / own.name).write_bytes(own.read_bytes())
-    if is_named:
         with pytest.raises(ExportError, match=f"{own.name} lies in the model's own folder.*allow_model_libr"):
             optimize_folder(source, tmp_path / "fast", device="cpu")
     library = None if is_named else own
@@ -428,9 +414,8 @@ def test_user_ops_and_twinops_in_one_library(is_named: bool, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["layers.0.q_proj.lora_A.weight", "lora_B_0", "base.model.v.lora_b/MatMul"])
 def test_adapters_are_refused(name: str, tmp_path: Path) -> None:
     """genai adds them to the weights while it runs, which fused products cannot have."""
-    source = folder_of(
-        parsed("(float[N, 4] x, float[4, 4] a) => (float[N, 4] y) { y = MatMul (x, a) }"), tmp_path / "old"
-    )
+    text = "(float[N, 4] x, float[4, 4] a) => (float[N, 4] y) { y = MatMul (x, a) }"
+    source = folder_of(parsed(text), tmp_path / "old")
     optimized(source, tmp_path / "plain")
     (source / "math.onnx_adapter").write_bytes(b"TORT")
     said = r"has LoRA adapters \(math.onnx_adapter\), which genai adds .*: merge the adapter into them"
@@ -451,10 +436,8 @@ def test_the_folder_has_a_report_for_programs(tmp_path: Path) -> None:
     assert found["fused"] == report.fused != {} and found["error"] == report.error
     assert found["path"] == "model.onnx" and str(tmp_path) not in json.dumps(found)
     optimized(tmp_path / "fast", tmp_path / "again")
-    assert (
-        json.loads((tmp_path / "again/twinop-report.json").read_text())["nodes_before"]
-        == found["nodes_after"]
-    )
+    again = json.loads((tmp_path / "again/twinop-report.json").read_text())
+    assert again["nodes_before"] == found["nodes_after"]
 
 
 def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

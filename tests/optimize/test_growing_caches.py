@@ -31,9 +31,7 @@ class Decoder:
     def __init__(self, path: Path, batch: int) -> None:
         self.session, self.batch, self.done = deploy.session(path, ["CPUExecutionProvider"]), batch, 0
         self.caches = {
-            name: np.zeros(
-                [batch, *(each if isinstance(each, int) else 0 for each in spec.shape[1:])], np.float32
-            )
+            name: np.zeros([batch, *(n if isinstance(n, int) else 0 for n in spec.shape[1:])], np.float32)
             for name, spec in self.session.inputs.items()
             if name.startswith("past") and spec.shape
         }
@@ -123,21 +121,6 @@ def test_64_steps_of_transformers(family: str, tmp_path: Path) -> None:
         assert_same_steps(report.source, report.path, 2)
 
 
-def test_what_decoders_are_compared_on(tmp_path: Path) -> None:
-    path = write("optimum_llama_merged", tmp_path)
-    model = load(path)
-    separate_names(model)
-    branches.move_out(model)
-    decoders.set_sizes(model)
-    reference, _ = equivalence.generated(path, model, None, None)
-    found = {
-        (case["input_ids"].shape[1], case["past_key_values.0.key"].shape[2], bool(case["use_cache_branch"]))
-        for case in reference.cases
-    }
-    assert found == {(1, 9, True), (1, 18, True), (7, 0, False), (7, 9, True)}
-    assert any((case["attention_mask"] == 0).any() for case in reference.cases)
-
-
 _HEADS = "{0}_r = Reshape ({0}_p, heads) {0} = Transpose <perm = [0, 2, 1, 3]> ({0}_r)"
 _ATTENDS = """{0}_kt = Transpose <perm = [0, 1, 3, 2]> ({k}) {0}_s = MatMul ({q}, {0}_kt)
     {0}_b = Add ({0}_s, {bias}) {0}_w = Softmax ({0}_b) {0}_a = MatMul ({0}_w, {v})
@@ -167,10 +150,8 @@ def _branch(name: str, has_cache: bool) -> str:
 
 def merged_encoder_decoder(opset: int) -> onnx.ModelProto:
     """Makes a decoder as optimum merges T5's: caches of the encoder's come back empty where they are read."""
-    grown, encoded = (
-        "float[B, 2, past_decoder_sequence_length, 8]",
-        "float[B, 2, encoder_sequence_length_out, 8]",
-    )
+    grown = "float[B, 2, past_decoder_sequence_length, 8]"
+    encoded = "float[B, 2, encoder_sequence_length_out, 8]"
     results = ", ".join(f"float[U, 2, P, 8] {{0}}{each}" for each in ("dk", "dv", "ek", "ev"))
     branches = [
         f"{name} () => (float[X, Y, 32] {name}y, {results.format(name)}) {{ {_branch(name, name == 'a')} }}"
@@ -188,9 +169,7 @@ def merged_encoder_decoder(opset: int) -> onnx.ModelProto:
     arrays |= {"table": weights(32, 16), "head": weights(16, 32, seed=2), "heads": np.array([0, 0, 2, 8])}
     arrays |= {"joined": np.array([0, 0, 16]), "middle": np.array([1, 2])}
     arrays |= {name: np.array(number, np.float32) for name, number in (("zero", 0), ("one", 1), ("big", 1e4))}
-    proto = parsed(text, **arrays)
-    proto.opset_import[0].version = opset
-    return proto
+    return parsed(text, opset, **arrays)
 
 
 @pytest.mark.parametrize(("opset", "device"), [pytest.param(14, "cpu", marks=pytest.mark.slow), (20, "cuda")])
@@ -245,10 +224,8 @@ def test_only_one_branch_runs_in_any_opset(opset: int, dtype: str | None, tmp_pa
         o = Squeeze (s, axis) },
         else_branch = b () => (e) { m = MatMul (x, v) r = Relu (m) e = Tanh (r) }> }"""
     integers = {"zero": 0, "four": 4, "two": [1, 2, 16], "axis": [0]}
-    arrays = {name: np.array(number) for name, number in integers.items()}
-    proto = parsed(text, w=weights(8, 8), v=weights(8, 8, seed=1), **arrays)
-    proto.opset_import[0].version = opset
-    proto.ir_version = 8 if opset < 20 else 10
+    arrays = {name: np.array(number) for name, number in integers.items()} | {"w": weights(8, 8)}
+    proto = parsed(text, opset, 8 if opset < 20 else 10, v=weights(8, 8, seed=1), **arrays)
     report, model = optimized(proto, tmp_path, dtype=dtype)
     assert report.fused["linear+relu"] == 2
     [choice] = nodes(model, "If")
@@ -337,7 +314,7 @@ def test_wrong_caches(tmp_path: Path) -> None:
     feeds = decoder.feeds(np.full((2, 1), 5))
     key, value = decoder.caches
 
-    def refusal(**change: Any) -> str:
+    def said(**change: Any) -> str:
         given = {name: each for name, each in (feeds | change).items() if each is not None}
         with pytest.raises(FeedError) as error:
             decoder.session.run(given)
@@ -345,14 +322,10 @@ def test_wrong_caches(tmp_path: Path) -> None:
 
     short = {name: each[:, :, :3] for name, each in decoder.caches.items()}
     found = f"is 3 in input {key} and 4 in input {value}: it must be the same"
-    assert found in refusal(**{key: short[key]})
+    assert found in said(**{key: short[key]})
     total = "dimension past_sequence_length + sequence_length is"
-    assert f"{total} 4 in input {key} and input_ids and 5 in input attention_mask" in refusal(**short)
-    assert f"{total} 5 in input {key} and input_ids and 4" in refusal(
-        attention_mask=np.ones((2, 4), np.int64)
-    )
-    assert "is float16[2, 4, 4, 8], the model takes float32" in refusal(
-        **{key: feeds[key].astype(np.float16)}
-    )
-    assert "input missing: position_ids (int64" in refusal(position_ids=None)
-    assert f"input missing: {key} (float32" in refusal(**dict.fromkeys(decoder.caches))
+    assert f"{total} 4 in input {key} and input_ids and 5 in input attention_mask" in said(**short)
+    assert f"{total} 5 in input {key} and input_ids and 4" in said(attention_mask=np.ones((2, 4), np.int64))
+    assert "is float16[2, 4, 4, 8], the model takes float32" in said(**{key: feeds[key].astype(np.float16)})
+    assert "input missing: position_ids (int64" in said(position_ids=None)
+    assert f"input missing: {key} (float32" in said(**dict.fromkeys(decoder.caches))

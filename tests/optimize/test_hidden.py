@@ -18,9 +18,8 @@ CHAIN = """(float[B, S, 32] x, int64[B, S] mask) => (float[B, S, 32] y OTHERS) {
     m = Cast <to = 1> (mask) u = Unsqueeze (m, last) a = MatMul (x, w0) b = Add (a, u) c = MatMul (b, w1)
     d = Mul (c, u) e = Sub (c, d) f = Add (d, e) z = MatMul (f, w2) y = Add (z, u)
     p = ReduceMax <keepdims = 0> (y, one) t = Transpose <perm = [1, 0, 2]> (y) }"""
-CONSTANTS = {"last": np.array([-1]), "one": np.array([1])} | {
-    f"w{i}": weights(32, 32, seed=i) for i in range(3)
-}
+CONSTANTS = {f"w{i}": weights(32, 32, seed=i) for i in range(3)}
+CONSTANTS |= {"last": np.array([-1]), "one": np.array([1])}
 SEVEN = np.array(7, np.float32)
 NOTE = "y: compared where mask shows tokens"
 
@@ -121,9 +120,7 @@ def test_the_error_in_8_bits(tmp_path: Path) -> None:
         tmp_path / "old.onnx", tmp_path / "new.onnx", dtype="float8", padding="right", **options
     )
     assert report.float8 is not None and report.float8.layers and not report.reverted
-    sessions = [
-        deploy.session(tmp_path / f"{name}.onnx", ["CPUExecutionProvider"]) for name in ("old", "new")
-    ]
+    sessions = [deploy.session(tmp_path / f"{at}.onnx", ["CPUExecutionProvider"]) for at in ("old", "new")]
     cases = [{"x": x.astype(dtype), "mask": mask} for dtype in (np.float32, np.float16)]
     a, b = (np.asarray(each.run(case)["y"]) for each, case in zip(sessions, cases, strict=True))
     shown = relative_error(a[mask != 0], b[mask != 0])

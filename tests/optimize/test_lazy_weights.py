@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from twinop.optimize.source import Options, read_source
 from twinop.system.progress import silent
 
 _LIMIT = 4200  # bytes; onnx_ir joins equal constants of up to 1024 elements
+_FORM = ("eager", "torchscript")
 _TENSORS = (Stored, Recipe, ir.Tensor, ir.PackedTensor, ir.serde.TensorProtoTensor)
 
 
@@ -78,14 +80,6 @@ def _decoder(precision: str) -> Callable[[Path], Path]:
     return make
 
 
-def _encoder(folder: Path) -> Path:
-    return exported("bert", "eager", "torchscript", folder)
-
-
-def _llama(folder: Path) -> Path:
-    return exported("llama", "eager", "torchscript", folder)
-
-
 def _images(folder: Path) -> Path:
     """Convolutions with batch norms, one transposed and in groups, and a product with one."""
     text = """(float[N, 8, 6, 6] x) => (float[N, 24] y) {
@@ -108,30 +102,22 @@ def _images(folder: Path) -> Path:
         pytest.param(_decoder("float16"), None, "cuda", id="decoder in fp16", marks=pytest.mark.slow),
         pytest.param(_decoder("int4"), None, "cuda", id="decoder in int4"),
         pytest.param(_decoder("int4"), None, "cpu", id="decoder in int4, CPU", marks=pytest.mark.slow),
-        pytest.param(_encoder, "float16", "cuda", id="encoder"),
-        pytest.param(_llama, None, "cpu", id="llama", marks=pytest.mark.slow),
+        pytest.param(partial(exported, "bert", *_FORM), "float16", "cuda", id="encoder"),
+        pytest.param(partial(exported, "llama", *_FORM), None, "cpu", id="llama", marks=pytest.mark.slow),
         pytest.param(_images, "float16", "cpu", id="images"),
     ],
 )
 def test_no_step_reads_a_large_weight(
-    make: Callable[[Path], Path],
-    dtype: str | None,
-    device: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    make: Any, dtype: str | None, device: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     source = make(tmp_path)
     expected = _rewritten(source, dtype, device, tmp_path / "expected.onnx")
     values = [value.const_value for value in expected.graph.initializers.values()]
     assert not any(isinstance(each, Recipe) for each in values)
-    with monkeypatch.context():
-        request.getfixturevalue("guarded")
-        model = _rewritten(source, dtype, device, tmp_path / "found.onnx")
-        assert any(
-            isinstance(each.const_value, Stored | Recipe) for each in model.graph.initializers.values()
-        )
-    monkeypatch.undo()
+    request.getfixturevalue("guarded")
+    model = _rewritten(source, dtype, device, tmp_path / "found.onnx")
+    assert any(isinstance(v.const_value, Stored | Recipe) for v in model.graph.initializers.values())
+    request.getfixturevalue("monkeypatch").undo()
     assert [node.op_type for node in model.graph] == [node.op_type for node in expected.graph]
     found, wanted = (onnx.load(tmp_path / name).graph.initializer for name in ("found.onnx", "expected.onnx"))
     contents = [{each.name: each.raw_data for each in tensors} for tensors in (found, wanted)]

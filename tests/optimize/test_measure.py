@@ -57,7 +57,7 @@ class Files:
         ({"the": 5}, set(), (15.0, 10.0)),
     ],
 )
-def test_rewrites_that_are_slower_here_are_found(
+def test_slower_rewrites_are_found(
     costs: dict[str, float], slow: set[str], times: tuple[float, float], tmp_path: Path
 ) -> None:
     files = Files(tmp_path, costs)
@@ -102,9 +102,7 @@ def _clock(self: Stopwatch, *paths: Path) -> list[float]:
     return [10.0 + ("MultiHeadAttention" in each) for each in found]
 
 
-def test_a_slow_rewrite_is_reverted_where_that_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_rewrite_is_reverted_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stopwatch, "__call__", _clock)
     path = exported("bert", "eager", "torchscript", tmp_path)
     report = optimize(path, tmp_path / "fast.onnx", device="cpu", drop_slow=True)
@@ -114,9 +112,7 @@ def test_a_slow_rewrite_is_reverted_where_that_is_asked(
     assert re.search(r"; nothing gained: 10 -> 10 ms on cpu, first input \[3, 7\]\n", str(report))
 
 
-def test_the_same_model_gives_the_same_bytes_and_nothing_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_timed_and_the_bytes_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is: the clock of the second run is another one."""
     monkeypatch.setattr(Stopwatch, "__call__", _clock)
     path = exported("bert", "eager", "torchscript", tmp_path)

@@ -32,17 +32,13 @@ def test_norms_of_a_decoder(precision: str, tmp_path: Path, monkeypatch: pytest.
     eps = [round(node.attributes["rms_eps"].as_float(), 9) for node in nodes(model, "CustomLinear")]
     assert sorted(eps) == [0, 0, 0, 0, 0, 1e-6, 1e-6]
     assert sorted(len(node.inputs) for node in nodes(model, "CustomLinear")) == [2, 2, 2, 2, 4, 4, 4]
-    assert {node.attributes["rms_eps"].as_float() > 0 for node in nodes(model, "CustomLinearSwiglu")} == {
-        True
-    }
+    assert {n.attributes["rms_eps"].as_float() > 0 for n in nodes(model, "CustomLinearSwiglu")} == {True}
     check_model(report.path, tmp_path / "new/libcustom_ops.so")
 
 
 def normed(text: str, outputs: str = "float16[M, 64] y", **arrays: np.ndarray) -> ir.Model:
     """Rewrites a model that has attention over a cache, too."""
-    given = (
-        "float16[M, 64] x, float16[1, 1, 192] qkv, float16[1, 1, 8, 64] cache, int32[1] place, int32[1] total"
-    )
+    given = "float16[M, 64] x, float16[1,1,192] qkv, float16[1,1,8,64] cache, int32[1] place, int32[1] total"
     text = f"""({given}) =>
         ({outputs}, float16[1, 1, 64] a, float16[1, 1, 8, 64] b, float16[1, 1, 8, 64] c) {{
         {text}
@@ -54,6 +50,7 @@ def normed(text: str, outputs: str = "float16[M, 64] y", **arrays: np.ndarray) -
 
 
 LINEAR, NORM = "custom_domain.CustomLinear", "custom_domain.CustomRmsNorm"
+ADD_NORM = "custom_domain.CustomAddRmsNorm"
 
 
 def test_a_weight_of_gemma_counts_from_one() -> None:
@@ -67,7 +64,7 @@ def test_a_weight_of_gemma_counts_from_one() -> None:
 
 def test_a_sum_is_added_to_the_product_before() -> None:
     """Other readers of the sum read the product; the other term may be computed after the product."""
-    text = f"""p = {LINEAR} (x, v) r = Relu (x) n, s = custom_domain.CustomAddRmsNorm (r, p, row)
+    text = f"""p = {LINEAR} (x, v) r = Relu (x) n, s = {ADD_NORM} (r, p, row)
         q = {LINEAR} (n, w) y = Add (q, s)"""
     model = normed(text)
     first, second = nodes(model, "CustomLinear")
@@ -76,36 +73,40 @@ def test_a_sum_is_added_to_the_product_before() -> None:
     assert fused(model)["norms in matmuls"] == 1
 
 
+STAYS = [
+    f"n = {NORM} (x, row) q = {LINEAR} (n, w) y = Add (q, n)",  # others read the norm
+    f"n = {NORM} (x, row) y = {LINEAR} (n, w, , n)",
+    f"n = {NORM} (x, row) q = {LINEAR} (n, w) r = {LINEAR} (x, w) y = Add (q, r)",  # or the weight
+    f"n = {NORM} <axis = 0> (x) y = {LINEAR} (n, w)",
+    f'n = {NORM} (x, row) y = {LINEAR} <layout = "kn"> (n, w)',
+    f"n = {NORM} <eps = 0.0> (x, row) y = {LINEAR} (n, w)",
+    f"p = Relu (x) n, s = {ADD_NORM} (x, p, row) y = {LINEAR} (n, w)",  # no product
+    f'p = {LINEAR} <activation = "relu"> (x, v) n, s = {ADD_NORM} (x, p, row) y = {LINEAR} (n, w)',
+    f"p = {LINEAR} (x, v) n, s = {ADD_NORM} (x, p, row) q = {LINEAR} (n, w) y = Add (q, p)",
+    f"p = {LINEAR} (x, v, , x) n, s = {ADD_NORM} (x, p, row) y = {LINEAR} (n, w)",
+    f"n = {NORM} (x, row) y = {LINEAR} <rms_eps = 0.5> (n, w)",  # it norms what it reads already
+    f"p = {LINEAR} (x, v) n, s = {ADD_NORM} (p, p, row) y = {LINEAR} (n, w)",
+    f"n = {NORM} (x, large) y = {LINEAR} (n, w)",
+    f"n = {NORM} (x, small) y = {LINEAR} (n, w)",  # numbers that fp16 does not have
+]
+OUTPUTS = [  # where n is one, too
+    f"n = {NORM} (x, row) y = {LINEAR} (n, w)",
+    f"p = {LINEAR} (x, v) m, n = {ADD_NORM} (x, p, row) y = {LINEAR} (m, w)",
+]
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        f"n = {NORM} (x, row) q = {LINEAR} (n, w) y = Add (q, n)",  # others read the norm
-        f"n = {NORM} (x, row) y = {LINEAR} (n, w, , n)",
-        f"n = {NORM} (x, row) q = {LINEAR} (n, w) r = {LINEAR} (x, w) y = Add (q, r)",  # or the weight
-        f"n = {NORM} <axis = 0> (x) y = {LINEAR} (n, w)",
-        f'n = {NORM} (x, row) y = {LINEAR} <layout = "kn"> (n, w)',
-        f"n = {NORM} <eps = 0.0> (x, row) y = {LINEAR} (n, w)",
-        f"p = Relu (x) n, s = custom_domain.CustomAddRmsNorm (x, p, row) y = {LINEAR} (n, w)",  # no product
-        f"""p = {LINEAR} <activation = "relu"> (x, v) n, s = custom_domain.CustomAddRmsNorm (x, p, row)
-            y = {LINEAR} (n, w)""",
-        f"""p = {LINEAR} (x, v) n, s = custom_domain.CustomAddRmsNorm (x, p, row)
-            q = {LINEAR} (n, w) y = Add (q, p)""",
-        f"""p = {LINEAR} (x, v, , x) n, s = custom_domain.CustomAddRmsNorm (x, p, row)
-            y = {LINEAR} (n, w)""",
-        f"n = {NORM} (x, row) y = {LINEAR} <rms_eps = 0.5> (n, w)",  # it norms what it reads already
-        f"p = {LINEAR} (x, v) n, s = custom_domain.CustomAddRmsNorm (p, p, row) y = {LINEAR} (n, w)",
-        f"n = {NORM} (x, large) y = {LINEAR} (n, w)",
-        f"n = {NORM} (x, small) y = {LINEAR} (n, w)",  # numbers that fp16 does not have
-    ],
+    ("text", "more"), [*((each, "") for each in STAYS), *((each, "n") for each in OUTPUTS)]
 )
-def test_norms_that_stay(text: str) -> None:
-    model = normed(text, large=np.full(64, 6e4), small=np.full(64, 2e-5))
+def test_norms_that_stay(text: str, more: str) -> None:
+    outputs = "float16[M, 64] y" + (", float16[M, 64] n" if more else "")
+    model = normed(text, outputs, large=np.full(64, 6e4), small=np.full(64, 2e-5))
     assert not fused(model)
     assert all(g.attribute(node, "rms_eps", 0.5) == 0.5 for node in nodes(model, "CustomLinear"))
 
 
 def test_a_sum_that_nothing_reads() -> None:
-    text = f"p = {LINEAR} (x, v) n = custom_domain.CustomAddRmsNorm (x, p, row) y = {LINEAR} (n, w)"
+    text = f"p = {LINEAR} (x, v) n = {ADD_NORM} (x, p, row) y = {LINEAR} (n, w)"
     assert fused(normed(text))["norms in matmuls"] == 1
 
 
@@ -115,10 +116,3 @@ def test_products_that_are_more_than_sums_are_not_merged(attribute: str) -> None
     text = f"(float[2, 64] x) => (float[2, 64] y, float[2, 64] z) {{ {text} }}"
     proto = parsed(text, w=weights(64, 64), v=weights(64, 64))
     assert types(rewritten(proto, merge_linear.MergeLinear)) == {"CustomLinear": 2}
-
-
-def test_norms_that_are_outputs_stay() -> None:
-    outputs = "float16[M, 64] y, float16[M, 64] n"
-    assert not fused(normed(f"n = {NORM} (x, row) y = {LINEAR} (n, w)", outputs))
-    text = f"p = {LINEAR} (x, v) m, n = custom_domain.CustomAddRmsNorm (x, p, row) y = {LINEAR} (m, w)"
-    assert not fused(normed(text, outputs))

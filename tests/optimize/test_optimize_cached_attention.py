@@ -220,26 +220,21 @@ def test_positions_counted_in_a_mask(positions: str, change: dict[str, Any], lef
     kind = np.dtype(given["dtype"])
     caches = "".join(f", float16[2, {KV_HEADS}, {ROWS}, 64] past_{c}" for c in "kv")
     more = ", int64[2] other" if "other" in positions else ""
-    proto = parsed(
-        f"(float16[2, 1, {(HEADS + 2 * KV_HEADS) * 64}] x{caches}, {kind}[{given['mask']}] mask, int32 total)"
-        f" => (float16[2, 1, W] y, float16[2, 1, W] z{more}) {{ {positions} "
-        + " ".join(
-            f"{y}, k_{y}, v_{y} = com.microsoft.GroupQueryAttention <num_heads = {HEADS}, kv_num_heads = "
-            f"{KV_HEADS}{given['of_first'] if y == 'y' else ''}> (x, , , past_k, past_v, p, total)"
-            for y in "yz"
-        )
-        + "}",
-        one=np.array(given["one"], kind),
-        axis=np.array(given["axis"]),
-        all=np.array([-1]),
+    heads = f"num_heads = {HEADS}, kv_num_heads = {KV_HEADS}"
+    attentions = " ".join(
+        f"{y}, k{y}, v{y} = com.microsoft.GroupQueryAttention <{heads}{of}> (x, , , past_k, past_v, p, total)"
+        for y, of in (("y", given["of_first"]), ("z", ""))
     )
+    text = f"""(float16[2, 1, {(HEADS + 2 * KV_HEADS) * 64}] x{caches}, {kind}[{given["mask"]}] mask,
+        int32 total) => (float16[2, 1, W] y, float16[2, 1, W] z{more}) {{ {positions} {attentions} }}"""
+    numbers = {"one": np.array(given["one"], kind), "axis": np.array(given["axis"]), "all": np.array([-1])}
+    proto = parsed(text, **numbers)
     model = attended(onnx.shape_inference.infer_shapes(proto))
     found = types(model)
     assert found["CustomAttentionCached"] == (1 if given["of_first"] else 2)
     assert found.get("CustomLastPosition", 0) == (left is not None)
-    assert [found.get(name, 0) for name in ("ReduceSum", "Sub", "Cast")] == (
-        [1, 1, 1] if left is None else [left, 0, 0]
-    )
+    counts = [found.get(name, 0) for name in ("ReduceSum", "Sub", "Cast")]
+    assert counts == ([1, 1, 1] if left is None else [left, 0, 0])
     if left is not None:
         (node,) = nodes(model, "CustomLastPosition")
         assert "Reshape" not in found and node.outputs[0].dtype is ir.DataType.INT32

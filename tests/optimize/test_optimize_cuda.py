@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from export_models import CPU
-from optimizing import exported, optimized, parsed
+from optimizing import JOINED, KT, apart, exported, optimized, parsed
 
 from lab.model_zoo import TINY, encoder
 from twinop import deploy
@@ -19,11 +19,8 @@ each_device = pytest.mark.parametrize(
     [("cpu", 32), *(pytest.param("cuda", size, marks=pytest.mark.cuda) for size in (32, 64))],
 )
 PROVIDERS: dict[str, list[Any]] = {"cpu": CPU, "cuda": [("CUDAExecutionProvider", {"use_tf32": 0}), *CPU]}
-ATTENTION = """(float[B, S, W] q, float[B, T, W] k, float[B, T, W] v%s) => (float[B, S, W] y) {
-    q4 = Reshape (q, apart) k4 = Reshape (k, apart) v4 = Reshape (v, apart)
-    qh = Transpose <perm=[0, 2, 1, 3]> (q4) kt = Transpose <perm=[0, 2, 3, 1]> (k4)
-    vh = Transpose <perm=[0, 2, 1, 3]> (v4) s = MatMul (qh, kt) %s
-    o = MatMul (p, vh) ot = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (ot, joined) }"""
+ATTENTION = f"""(float[B, S, W] q, float[B, T, W] k, float[B, T, W] v%s) => (float[B, S, W] y) {{
+    {apart("qv")} {apart("k", perm=KT)} s = MatMul (qh, kh) %s o = MatMul (p, vh) {JOINED} }}"""
 HEADS, BATCH = 3, 5
 
 

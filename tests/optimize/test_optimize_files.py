@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -79,10 +80,8 @@ def test_a_model_that_onnx_does_not_allow(tmp_path: Path) -> None:
     untyped = parsed(TEXT, w=weights(4, 3))
     untyped.graph.input[0].ClearField("type")
     sparse = parsed(TEXT)
-    numbers, places = (
-        onnx.numpy_helper.from_array(weights(2), "w"),
-        onnx.numpy_helper.from_array(np.arange(2)),
-    )
+    numbers, places = map(onnx.numpy_helper.from_array, (weights(2), np.arange(2)))
+    numbers.name = "w"
     sparse.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(numbers, places, [4, 3]))
     for model, text in (
         (untyped, "input x has no type"),
@@ -105,11 +104,8 @@ def test_a_function_of_the_user(tmp_path: Path) -> None:
         proto = onnx.parser.parse_model(text.replace("KIND", kind).replace("TO", str(dtype.value)))
         proto.graph.initializer.append(onnx.numpy_helper.from_array(weights(4, 3).astype(dtype.numpy()), "w"))
         report, model = optimized(proto, tmp_path)
-        assert (
-            report.fused == {"linear": 1}
-            and not nodes(model, "Mine")
-            and model.graph.inputs[0].dtype is dtype
-        )
+        assert report.fused == {"linear": 1} and not nodes(model, "Mine")
+        assert model.graph.inputs[0].dtype is dtype
         assert {key[1] for key in model.functions} == {"CustomLinear"}
 
 
@@ -124,8 +120,8 @@ def test_an_optimised_model_again(dtype: str, tmp_path: Path) -> None:
 
 def test_ir_version_3(tmp_path: Path) -> None:
     """All of its initializers are inputs, which ONNX Runtime takes as constants."""
-    proto = parsed("(float[N, 4] x, float[4, 3] w) => (float[N, 3] y) { y = MatMul (x, w) }", w=weights(4, 3))
-    proto.ir_version, proto.opset_import[0].version = 3, 8
+    text = "(float[N, 4] x, float[4, 3] w) => (float[N, 3] y) { y = MatMul (x, w) }"
+    proto = parsed(text, 8, 3, w=weights(4, 3))
     report, model = optimized(proto, tmp_path)
     assert report.fused == {"linear": 1} and [value.name for value in model.graph.inputs] == ["x"]
     assert report.notes == ["IR version 3: its 1 initializers are constants, as in ONNX Runtime"]
@@ -138,8 +134,8 @@ def test_ir_version_3(tmp_path: Path) -> None:
 
 def test_a_file_that_only_onnx_refuses_stays_as_it_is(tmp_path: Path) -> None:
     """Constants of opset 8 are floats. ONNX Runtime takes others, too."""
-    proto = parsed("(bool[4] x) => (bool[4] y) { c = Constant <value = bool[1] {1}> () y = And (x, c) }")
-    proto.ir_version, proto.opset_import[0].version = 4, 8
+    text = "(bool[4] x) => (bool[4] y) { c = Constant <value = bool[1] {1}> () y = And (x, c) }"
+    proto = parsed(text, 8, 4)
     report, model = optimized(proto, tmp_path, device="cpu")
     assert report.same and [node.op_type for node in model.graph] == ["Constant", "And"]
 
@@ -179,14 +175,8 @@ def test_external_data_of_a_constant_node(tmp_path: Path) -> None:
     value = onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(weights(4), "c"))
     proto.graph.node[0].attribute.append(value)
     (tmp_path / "in").mkdir()
-    onnx.save(
-        proto,
-        tmp_path / "in" / "old.onnx",
-        save_as_external_data=True,
-        location="old.data",
-        size_threshold=0,
-        convert_attribute=True,
-    )
+    options: dict[str, Any] = {"location": "old.data", "size_threshold": 0, "convert_attribute": True}
+    onnx.save(proto, tmp_path / "in/old.onnx", save_as_external_data=True, **options)
     optimize(tmp_path / "in" / "old.onnx", tmp_path / "fast.onnx", device="cuda")
     found = ort.InferenceSession(tmp_path / "fast.onnx").run(None, {"x": np.zeros((1, 4), np.float32)})
     assert np.array_equal(found[0][0], weights(4))
@@ -196,8 +186,7 @@ def test_external_data_of_a_constant_node(tmp_path: Path) -> None:
 def test_an_output_without_a_shape(dtype: str | None, tmp_path: Path) -> None:
     """onnx.checker wants one, and ONNX's inference has none for this node."""
     text = "(float[N, 4, 6] x) => (float[N, 4, 6] y) { y = GroupNormalization <num_groups=2> (x, s, s) }"
-    proto = parsed(text, s=weights(4))
-    proto.opset_import[0].version = 21
+    proto = parsed(text, 21, s=weights(4))
     proto.graph.output[0].type.tensor_type.ClearField("shape")
     _, model = optimized(proto, tmp_path, dtype=dtype)
     assert len(model.graph.outputs[0].shape or ()) == 3
@@ -265,9 +254,7 @@ DEVICES = [("cuda", None), ("cuda", "float16"), ("cpu", None)]
         for index, (name, form) in enumerate(zip(OVERRIDDEN, cycle(DEVICES)))
     ],
 )
-def test_initializers_that_are_inputs_are_no_constants(
-    name: str, device: str, dtype: str | None, tmp_path: Path
-) -> None:
+def test_initializers_that_are_inputs_stay(name: str, device: str, dtype: str | None, tmp_path: Path) -> None:
     text, kind, default, other = OVERRIDDEN[name]
     arrays: dict[str, Any] = {"low": np.float32(-2), "square": weights(8, 8), "cube": weights(8, 8, 1)}
     arrays |= {"last": np.array([-1]), "end": np.array([8]), "first": np.array([0]), "w": weights(8, 8)}
@@ -306,8 +293,7 @@ def test_function_named_as_an_op(domain: str, name: str, kept: str, opset: int, 
     """ONNX Runtime ignores the body where it has an op of that name itself."""
     op = f"{domain}.{name}" if domain else name
     text = f"(float[N, 8] x) => (float[N, 3] y) {{ a = {op} (x) y = MatMul (a, w) }}"
-    proto = parsed(text, w=weights(8, 3))
-    proto.opset_import[0].version = opset
+    proto = parsed(text, opset, w=weights(8, 3))
     proto.opset_import.extend([onnx.helper.make_opsetid(domain, 1)] if domain == "ai.onnx.ml" else [])
     body = [onnx.helper.make_node("Neg", ["x"], ["y"])]
     opsets = [onnx.helper.make_opsetid("", opset)]
@@ -431,7 +417,7 @@ def test_weights_are_written_once(limit: int, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("has_gpu", "device", "other"), [(False, "cpu", "cuda"), (True, "cuda", "cpu")])
-def test_the_device_is_what_the_machine_has(
+def test_the_device(
     has_gpu: bool, device: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file for CUDA takes longer on a CPU. The last line of the report says which one it is for."""
@@ -490,10 +476,69 @@ assert "torch" not in sys.modules
 
 def test_without_torch(tmp_path: Path) -> None:
     source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
-    onnx.save(
-        parsed("(float[2, 8] x) => (float[2, 8] y) { s = Sigmoid (x) g = Mul (x, s) y = Mul (g, x) }"), source
-    )
+    text = "(float[2, 8] x) => (float[2, 8] y) { s = Sigmoid (x) g = Mul (x, s) y = Mul (g, x) }"
+    onnx.save(parsed(text), source)
     command = [sys.executable, "-c", WITHOUT, str(source), str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "swiglu" in done.stdout, done.stderr
     assert [node.op_type for node in onnx.load(target).graph.node] == ["CustomSwiglu"]
+
+
+# --------------------------------------------------------------------- runs that end in the middle
+
+ENDS = (
+    ("rewriting", signal.SIGTERM),
+    ("comparing with the original", signal.SIGINT),
+    ("running all segments", signal.SIGKILL),
+)
+_KILLED_AT = """
+import os, signal, sys
+from functools import partial
+from twinop.optimize import optimize, segments, verifier
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+verifier.cut = partial(segments.cut, most_bytes=100)
+def progress(step, done=0, total=0):
+    if step.startswith(sys.argv[3]):
+        os.kill(os.getpid(), int(sys.argv[4]))
+try:
+    optimize(sys.argv[1], sys.argv[2], device="cpu", progress=progress)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def write_model(folder: Path) -> Path:
+    """Writes a model whose weights lie in a file of their own."""
+    folder.mkdir()
+    text = """(float[N, 64] x) => (float[N, 64] y) {
+        a = MatMul (x, w0) b = LayerNormalization <axis = -1> (a, g)
+        c = MatMul (b, w1) d = LayerNormalization <axis = -1> (c, g) y = Neg (d) }"""
+    given = {f"w{i}": weights(64, 64, seed=i) / 8 for i in range(2)} | {"g": np.ones(64, np.float32)}
+    proto, path = parsed(text, **given), folder / "model.onnx"
+    onnx.save(proto, path, location="model.data", save_as_external_data=True, size_threshold=256)
+    return path
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_ends_at_a_step(tmp_path: Path) -> None:
+    """Each over the file of an earlier run. A signal that can be handled leaves nothing at all."""
+    source, target = write_model(tmp_path / "source"), tmp_path / "new/fast.onnx"
+    given = files_in(source.parent)
+
+    def run(at: str, how: int) -> int:
+        return warm_python.run(["-c", _KILLED_AT, source, target, at, str(how)]).returncode
+
+    target.parent.mkdir()
+    optimize(source, target, device="cpu")
+    whole = files_in(target.parent)
+    for step, how in ENDS:
+        assert run(step, int(how)) == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[how], step
+        found = files_in(target.parent)
+        assert {name: found.get(name) for name in whole} == whole  # the target, and its data
+        assert how == signal.SIGKILL or found == whole
+    optimize(source, target, device="cpu")
+    assert files_in(target.parent) == whole  # and no folder of an interrupted run
+    assert files_in(source.parent) == given

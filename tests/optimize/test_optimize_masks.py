@@ -7,25 +7,22 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from optimizing import nodes, optimized, parsed, pass_of, weights
+from optimizing import JOINED, KT, apart, nodes, optimized, parsed, pass_of, reported, weights
 from other_sizes import assert_same
 from slow_cases import often
 
 from twinop.deploy.ort_runs import run
-from twinop.optimize import masks, optimize
+from twinop.optimize import masks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LOWEST = float(np.finfo(np.float32).min)
 ATTENTION = """(float[B, S, 16] x, float[{batch}, {keys}, 16] m{inputs}) => (float[B, S, 16] y) {{
-    q0 = MatMul (x, wq) k0 = MatMul (m, wk) v0 = MatMul (m, wv)
-    q1 = Reshape (q0, apart) k1 = Reshape (k0, apart) v1 = Reshape (v0, apart)
-    q = Transpose <perm=[0, 2, 1, 3]> (q1) k = Transpose <perm=[0, 2, 3, 1]> (k1)
-    v = Transpose <perm=[0, 2, 1, 3]> (v1) s = MatMul (q, k)
+    q = MatMul (x, wq) k = MatMul (m, wk) v = MatMul (m, wv) {heads} s = MatMul (qh, kh)
     n1 = Shape <start=1, end=2> (x) t1 = Shape <start=1, end=2> (m) n = Squeeze (n1) t = Squeeze (t1)
     square = Concat <axis=0> (n1, n1) grid = Identity (square)
     i0 = Range (zero, n, one) i = Unsqueeze (i0, axis1) j = Range (zero, t, one)
     {mask}
-    o = MatMul (p, v) o1 = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (o1, joined) }}"""
+    o = MatMul (p, vh) {joined} }}"""
 CONSTANTS: dict[str, Any] = {
     **{name: weights(16, 16, seed=seed) for seed, name in enumerate(("wq", "wk", "wv"))},
     "apart": np.array([0, 0, 2, 8]), "joined": np.array([0, 0, 16]),
@@ -39,11 +36,10 @@ CAUSAL = "c = GreaterOrEqual (i, j) bias = Where (c, shown, lowest) r = Add (s, 
 GUARD = " p0 = Softmax (r) nan = IsNaN (p0) p = Where (nan, shown, p0)"
 
 
-def attention(
-    mask: str, inputs: str = "", batch: str = "B", keys: str = "S", **constants: Any
-) -> onnx.ModelProto:
-    text = ATTENTION.format(mask=mask, inputs=inputs, batch=batch, keys=keys)
-    return parsed(text, **{**CONSTANTS, **constants})
+def attention(mask: str, inputs: str = "", batch: str = "B", keys: str = "S", **more: Any) -> onnx.ModelProto:
+    heads = f"{apart('qv')} {apart('k', perm=KT)}"
+    text = ATTENTION.format(heads=heads, joined=JOINED, mask=mask, inputs=inputs, batch=batch, keys=keys)
+    return parsed(text, **{**CONSTANTS, **more})
 
 
 def feeds(queries: int, keys: int, batch: int = 2, keys_batch: int | None = None) -> dict[str, np.ndarray]:
@@ -89,28 +85,46 @@ def test_a_window_above_all_that_is_tried(tmp_path: Path) -> None:
     assert "unidirectional" not in node.attributes
 
 
-def test_sequences_without_a_token(tmp_path: Path) -> None:
-    """A mask may show everything there."""
-    mask = (
-        "any = ReduceMax <keepdims=1> (attention_mask, axis1) none = Equal (any, zero) "
-        "u = Cast <to=9> (attention_mask) e = Or (u, none) b = Where (e, shown, lowest) "
-        "bias = Unsqueeze (b, axes12) r = Add (s, bias) p = Softmax (r)"
-    )
-    optimized(attention(mask, ", int64[B, S] attention_mask"), tmp_path)
-    check_same(tmp_path, feeds(5, 5) | {"attention_mask": np.array([[1, 1, 1, 0, 0], [0] * 5])})
+_PADDING = "u = Cast <to=9> (mask)"
+_BRANCH = "{0}e = Equal (mask, seven) {0}w = Where ({0}e, lowest, shown) {0}o = Unsqueeze ({0}w, axes12)"
+_THEN, _ELSE = (f"{n}b () => (float[B, 1, 1, S] {n}o) {{ {_BRANCH.format(n)} }}" for n in "te")
+# As transformers before 4.36. Two lowest numbers add up to -inf; rows of it are NaN in both.
+_SUMMED = f"""{_PADDING} b = Where (u, shown, LOWEST) pad = Unsqueeze (b, axes12) c = GreaterOrEqual (i, j)
+    cb = Where (c, shown, LOWEST) both = Add (cb, pad) r = Add (s, both)"""
+TOKENS: dict[str, tuple[str, Any]] = {
+    "sequences without a token may show everything": (
+        f"""any = ReduceMax <keepdims=1> (mask, axis1) none = Equal (any, zero) {_PADDING} e = Or (u, none)
+        b = Where (e, shown, lowest) bias = Unsqueeze (b, axes12) r = Add (s, bias)""",
+        [[1, 1, 1, 0, 0], [0] * 5],
+    ),
+    # Beside another mask of -1e4, as older models have, it shows which tokens a hidden row sees.
+    "a lowest number stays": (
+        """f = Cast <to=1> (mask) g = Sub (single, f) h = Mul (g, less) pad = Unsqueeze (h, axes12)
+        c = GreaterOrEqual (i, j) cb = Where (c, shown, less) r0 = Add (s, pad) r = Add (r0, cb)""",
+        [[0, 0, 1, 1, 1], [0] * 5],
+    ),
+    "causal and padding, summed": (
+        _SUMMED.replace("LOWEST", "lowest"), [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]],
+    ),
+    "causal and padding, infinite": (
+        _SUMMED.replace("LOWEST", "infinite"), [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]],
+    ),
+    "ids in a subgraph": (
+        f"c = Less (n, one) bias = If (c) <then_branch = {_THEN}, else_branch = {_ELSE}> r = Add (s, bias)",
+        [[1, 1, 1, 7, 7]] * 2,
+    ),
+}  # fmt: skip
 
 
-def test_a_mask_keeps_its_lowest_number(tmp_path: Path) -> None:
-    """Beside another mask of -1e4, as older models have, it shows which tokens a hidden row sees."""
-    mask = (
-        "f = Cast <to=1> (attention_mask) g = Sub (single, f) h = Mul (g, less) pad = Unsqueeze (h, axes12) "
-        "c = GreaterOrEqual (i, j) cb = Where (c, shown, less) r0 = Add (s, pad) r = Add (r0, cb) "
-        "p = Softmax (r)"
-    )
+@pytest.mark.parametrize("name", TOKENS)
+def test_masks_of_tokens(name: str, tmp_path: Path) -> None:
+    mask, shown = TOKENS[name]
+    given = "ids" if name.startswith("ids") else "attention_mask"
+    mask = f"{mask} p = Softmax (r)".replace("(mask", f"({given}")
     more = {"less": np.float32(-1e4), "single": np.float32(1)}
-    report, _ = optimized(attention(mask, ", int64[B, S] attention_mask", **more), tmp_path)
+    report, _ = optimized(attention(mask, f", int64[B, S] {given}", **more), tmp_path)
     assert report.fused["attention"] == 1
-    check_same(tmp_path, feeds(5, 5) | {"attention_mask": np.array([[0, 0, 1, 1, 1], [0] * 5])})
+    check_same(tmp_path, feeds(5, 5) | {given: np.array(shown)})
 
 
 def test_a_mask_that_large_scores_exceed_is_added(tmp_path: Path) -> None:
@@ -165,33 +179,6 @@ def test_a_guard_of_rows_that_a_mask_hides(kind: str, mask: str, tmp_path: Path)
     check_same(tmp_path, feeds(5, 5) | {"mask": given[:batch]})
 
 
-@pytest.mark.parametrize("lowest", ["lowest", "infinite"])
-def test_causal_and_padding_masks_that_are_summed_first(lowest: str, tmp_path: Path) -> None:
-    """As transformers before 4.36. Two lowest numbers add up to -inf; rows of it are NaN in both."""
-    mask = (
-        f"u = Cast <to=9> (attention_mask) b = Where (u, shown, {lowest}) pad = Unsqueeze (b, axes12) "
-        f"c = GreaterOrEqual (i, j) cb = Where (c, shown, {lowest}) both = Add (cb, pad) r = Add (s, both) "
-        "p = Softmax (r)"
-    )
-    report, _ = optimized(attention(mask, ", int64[B, S] attention_mask"), tmp_path)
-    assert report.fused["attention"] == 1
-    shown = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
-    check_same(tmp_path, feeds(5, 5) | {"attention_mask": shown})
-
-
-def test_a_mask_of_ids_in_a_subgraph(tmp_path: Path) -> None:
-    branch = (
-        "{0}b () => (float[B, 1, 1, S] {0}o) {{ {0}e = Equal (ids, seven) {0}w = Where ({0}e, lowest, shown) "
-        "{0}o = Unsqueeze ({0}w, axes12) }}"
-    )
-    mask = (
-        f"c = Less (n, one) bias = If (c) <then_branch = {branch.format('t')}, else_branch = "
-        f"{branch.format('e')}> r = Add (s, bias) p = Softmax (r)"
-    )
-    optimized(attention(mask, ", int64[B, S] ids"), tmp_path)
-    check_same(tmp_path, feeds(5, 5) | {"ids": np.array([[1, 1, 1, 7, 7]] * 2)})
-
-
 def test_batches_that_may_differ(tmp_path: Path) -> None:
     report, _ = optimized(attention("p = Softmax (s)", batch="C"), tmp_path)
     assert report.skipped == {"attention: q and k of batches that may differ": 1}
@@ -226,13 +213,10 @@ def wrong(work: object) -> None:
     ],
     ids=["NaN for negative inputs", "one lowest number", "a row of lowest numbers"],
 )
-def test_the_comparison_sees_every_number(
-    output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_number_is_compared(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twinop.optimize.passes.PASSES", [pass_of("wrong", wrong)])
     low = np.array([[LOWEST, 0, 0, 0, 0, 0]] if "Add" in output else [[LOWEST] * 6], np.float32)
-    onnx.save(parsed(GATE % output, w=weights(8, 12), low=low), tmp_path / "old.onnx")
-    report = optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx")
+    report = reported(parsed(GATE % output, w=weights(8, 12), low=low), tmp_path)
     assert "differs from the original" in report.reverted["wrong"]
 
 

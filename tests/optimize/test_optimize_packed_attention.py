@@ -29,15 +29,13 @@ def bert(size: Size) -> torch.nn.Module:
 def made(size: Size, folder: Path, fixed: bool = True, **options: Any) -> tuple[Any, ir.Model]:
     path = folder / "bert.onnx"
     dynamic = None if fixed else {name: {0: "batch"} for name in ("ids", "mask")}
-    export(
-        bert(size),
-        batch(size, padding=5),
-        path,
-        exporter="torchscript",
-        dynamic=dynamic,
-        verify=False,
-        optimize=False,
-    )
+    given: dict[str, Any] = {
+        "exporter": "torchscript",
+        "dynamic": dynamic,
+        "verify": False,
+        "optimize": False,
+    }
+    export(bert(size), batch(size, padding=5), path, **given)
     return optimized(path, folder, **options)
 
 
@@ -75,9 +73,7 @@ def test_short_sequences(dtype: str, padding: str | None, device: str, tmp_path:
         pytest.param({"tokens": 512, "batch": 4}, {"dtype": "float16"}, marks=pytest.mark.slow),  # too many
     ],
 )
-def test_others_are_left_to_onnxruntime(
-    size: dict[str, int], options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_others_stay_onnxruntimes(size: dict[str, int], options: dict[str, Any], tmp_path: Path) -> None:
     report, model = made(replace(SMALL, layers=1, **size), tmp_path, **options)
     assert report.fused["attention"] == len(nodes(model, "MultiHeadAttention")) == 1
     assert not nodes(model, "CustomAttentionPacked")

@@ -16,21 +16,33 @@ HALVES = """f%(n)s, g%(n)s = Split <axis=-1, num_outputs=2> (%(x)s) n%(n)s = Neg
 NEIGHBOURS = """f%(n)s = Slice (%(x)s, zero, far, last, two) g%(n)s = Slice (%(x)s, one, far, last, two)
     h%(n)s = Neg (g%(n)s) i%(n)s = Unsqueeze (h%(n)s, last) j%(n)s = Unsqueeze (f%(n)s, last)
     n%(n)s = Concat <axis=-1> (i%(n)s, j%(n)s) r%(n)s = Reshape (n%(n)s, flat)"""
+SUM = "p%(n)s = Mul (%(x)s, cos) q%(n)s = Mul (r%(n)s, sin) %(y)s = Add (p%(n)s, q%(n)s)"
+INDICES = {
+    "zero": np.array([0]), "one": np.array([1]), "two": np.array([2]), "last": np.array([-1]),
+    "far": np.array([100]), "flat": np.array([0, 0, 0, -1]), "four": np.array([4]), "six": np.array([6]),
+    "eight": np.array([8]), "parts": np.array([8, 4]),
+}  # fmt: skip
+
+
+def turned(rotated: str, x: str, y: str, n: int = 1) -> str:
+    """y of x, which turns."""
+    return f"{rotated} {SUM}" % {"n": n, "x": x, "y": y}
+
+
+def angles_of(rotated: str, *shape: int) -> np.ndarray:
+    """Angles that are the same for both numbers of a pair."""
+    angles = np.random.default_rng(0).random(shape).astype(np.float32)
+    return np.tile(angles, 2) if rotated == HALVES else np.repeat(angles, 2, -1)
+
+
+def tables(angles: np.ndarray) -> dict[str, np.ndarray]:
+    return {"cos": np.cos(angles), "sin": np.sin(angles)} | INDICES
 
 
 def rotary(rotated: str, z: str, source: str) -> str:
     """Two rotations, y of x and u of w; z is the shape of the input that w is made of."""
-    sums = "p%(n)s = Mul (%(x)s, cos) q%(n)s = Mul (r%(n)s, sin) %(y)s = Add (p%(n)s, q%(n)s)"
-    names = ({"n": 1, "x": "x", "y": "y"}, {"n": 2, "x": "w", "y": "u"})
-    first, second = (f"{rotated} {sums}" % each for each in names)
     heads = f"(float[B, 2, 6, 8] x, float[{z}, 2, 6, 8] z) => (float[B, 2, 6, 8] y, float[{z}, 2, 6, 8] u)"
-    return f"{heads} {{ {first} w = {source} {second} }}"
-
-
-INDICES = {
-    "zero": np.array([0]), "one": np.array([1]), "two": np.array([2]), "last": np.array([-1]),
-    "far": np.array([100]), "flat": np.array([0, 0, 0, -1]),
-}  # fmt: skip
+    return f"{heads} {{ {turned(rotated, 'x', 'y')} w = {source} {turned(rotated, 'w', 'u', 2)} }}"
 
 
 @pytest.mark.parametrize(
@@ -45,15 +57,10 @@ INDICES = {
     ],
     ids=range(6),
 )
-def test_rotary_embedding(
-    rotated: str, z: str, source: str, device: str, wanted: dict[str, int], tmp_path: Path
-) -> None:
-    angles = np.random.default_rng(0).random((1, 6, 4)).astype(np.float32)
-    angles = np.tile(angles, 2) if rotated is HALVES else np.repeat(angles, 2, -1)
-    tables = {"cos": np.cos(angles), "sin": np.sin(angles)} | INDICES
-    _, model = optimized(parsed(rotary(rotated, z, source), **tables), tmp_path, device=device)
-    assert types(model) | wanted == types(model)
-    assert not {"Neg", "Split", "Mul"} & set(types(model))
+def test_two_rotations(rotated: str, z: str, source: str, device: str, wanted: Any, tmp_path: Path) -> None:
+    proto = parsed(rotary(rotated, z, source), **tables(angles_of(rotated, 1, 6, 4)))
+    _, model = optimized(proto, tmp_path, device=device)
+    assert types(model) | wanted == types(model) and not {"Neg", "Split", "Mul"} & set(types(model))
     [layout] = {
         (node.attributes.get_string("layout", "half") == "interleaved")
         or node.attributes.get_int("interleaved", 0) == 1
@@ -67,8 +74,7 @@ def test_rotations_of_other_pairs_stay(tmp_path: Path) -> None:
     apart = NEIGHBOURS.replace("i%(n)s = Unsqueeze (h%(n)s, last) j%(n)s = Unsqueeze (f%(n)s, last)", "")
     apart = apart.replace("(i%(n)s, j%(n)s)", "(h%(n)s, f%(n)s)")
     angles = np.random.default_rng(0).random((1, 6, 8)).astype(np.float32)
-    tables = {"cos": np.cos(angles), "sin": np.sin(angles)} | INDICES
-    _, model = optimized(parsed(rotary(apart, "B", "Identity (z)"), **tables), tmp_path)
+    _, model = optimized(parsed(rotary(apart, "B", "Identity (z)"), **tables(angles)), tmp_path)
     assert not nodes(model, "CustomRope", "RotaryEmbedding")
 
 
@@ -102,16 +108,6 @@ def test_models(name: str, more: dict[str, Any], layout: str, head_size: int, tm
     assert widths == [config.hidden_size] * 2
 
 
-def part(rotated: str, cut: str) -> str:
-    """One rotation of 8 of 12 numbers."""
-    names = {"n": 1, "x": "w"}
-    turned = (
-        f"{rotated} p%(n)s = Mul (%(x)s, cos) q%(n)s = Mul (r%(n)s, sin) t = Add (p%(n)s, q%(n)s)"
-    ) % names
-    body = f"{cut} {turned} y = Concat <axis=-1> (t, rest)"
-    return f"(float[B, 2, 6, 12] x) => (float[B, 2, 6, 12] y) {{ {body} }}"
-
-
 @pytest.mark.parametrize(
     ("rotated", "cut", "wanted"),
     [
@@ -122,12 +118,10 @@ def part(rotated: str, cut: str) -> str:
     ids=["split", "slices", "the other part"],
 )
 def test_a_part_of_a_head(rotated: str, cut: str, wanted: int, tmp_path: Path) -> None:
-    """One alone becomes ONNX Runtime's node."""
-    angles = np.random.default_rng(0).random((1, 6, 4)).astype(np.float32)
-    angles = np.tile(angles, 2) if rotated is HALVES else np.repeat(angles, 2, -1)
-    more = {"parts": np.array([8, 4]), "eight": np.array([8]), "four": np.array([4])}
-    tables = {"cos": np.cos(angles), "sin": np.sin(angles)} | INDICES | more
-    _, model = optimized(parsed(part(rotated, cut), **tables), tmp_path)
+    """8 of 12 numbers turn. One rotation alone becomes ONNX Runtime's node."""
+    body = f"{cut} {turned(rotated, 'w', 't')} y = Concat <axis=-1> (t, rest)"
+    text = f"(float[B, 2, 6, 12] x) => (float[B, 2, 6, 12] y) {{ {body} }}"
+    _, model = optimized(parsed(text, **tables(angles_of(rotated, 1, 6, 4))), tmp_path)
     [node] = nodes(model, "RotaryEmbedding")
     assert node.attributes.get_int("rotary_embedding_dim", 0) == wanted
     assert bool(nodes(model, "Concat")) == (wanted == 0)
@@ -144,13 +138,11 @@ LAST = "w = Slice (x, zero, six, two) rest = Slice (x, six, far, two)"
 )
 def test_tokens_that_do_not_turn(rotated: str, cut: str, joined: str, tokens: int, tmp_path: Path) -> None:
     """The first ones get angles of zero. cos and sin are columns of one constant, as in timm's EVA-02."""
-    angles = np.random.default_rng(0).random((6, 4)).astype(np.float32)
-    angles = np.tile(angles, 2) if rotated is HALVES else np.repeat(angles, 2, -1)
-    tables = {"both": np.concatenate([np.sin(angles), np.cos(angles)], -1), "six": np.array([6])} | INDICES
-    turned = "p%(n)s = Mul (%(x)s, cos) q%(n)s = Mul (r%(n)s, sin) t = Add (p%(n)s, q%(n)s)"
-    body = f"{cut} sin, cos = Split <axis=-1, num_outputs=2> (both) {rotated} {turned}" % {"n": 1, "x": "w"}
-    text = f"(float[B, 2, 8, 8] x) => (float[B, 2, 8, 8] y) {{ {body} y = Concat <axis=2> ({joined}) }}"
-    _, model = optimized(parsed(text, **tables), tmp_path)
+    angles = angles_of(rotated, 6, 4)
+    columns = "sin, cos = Split <axis=-1, num_outputs=2> (both)"
+    body = f"{cut} {columns} {turned(rotated, 'w', 't')} y = Concat <axis=2> ({joined})"
+    text = f"(float[B, 2, 8, 8] x) => (float[B, 2, 8, 8] y) {{ {body} }}"
+    _, model = optimized(parsed(text, both=np.hstack([np.sin(angles), np.cos(angles)]), **INDICES), tmp_path)
     [node] = nodes(model, "RotaryEmbedding")
     assert node.inputs[0] is not None and node.inputs[0].shape is not None
     assert node.inputs[0].shape[1] == tokens
@@ -158,12 +150,9 @@ def test_tokens_that_do_not_turn(rotated: str, cut: str, joined: str, tokens: in
 
 def test_one_token_turns_behind_another(tmp_path: Path) -> None:
     """cos and sin have no dimension for the tokens, so they stay as they are."""
-    turned = HALVES + "p%(n)s = Mul (%(x)s, cos) q%(n)s = Mul (r%(n)s, sin) t = Add (p%(n)s, q%(n)s)"
-    body = f"rest = Slice (x, zero, one, one) w = Slice (x, one, far, one) {turned}" % {"n": 1, "x": "w"}
+    body = f"rest = Slice (x, zero, one, one) w = Slice (x, one, far, one) {turned(HALVES, 'w', 't')}"
     text = f"(float[2, 2, 3, 8] x) => (float[2, 2, 3, 8] y) {{ {body} y = Concat <axis=1> (rest, t) }}"
-    angles = np.tile(np.random.default_rng(0).random((1, 4)).astype(np.float32), 2)
-    report, model = optimized(parsed(text, cos=np.cos(angles), sin=np.sin(angles), **INDICES), tmp_path)
-    assert not report.reverted
+    _, model = optimized(parsed(text, **tables(angles_of(HALVES, 1, 4))), tmp_path)
     assert len(nodes(model, "RotaryEmbedding")) == 1
 
 
@@ -187,7 +176,7 @@ ORDERS = {
 def test_the_elements_of_a_pair_apart(name: str, order: str, tmp_path: Path) -> None:
     x, angles, *sizes = ORDERS[order]
     text = f"({x} x, {angles} c, {angles} s) => ({x} y) {{ {APART[name] % TURNED} }}"
-    _, model = optimized(parsed(text, four=np.array([4]), **INDICES), tmp_path)
+    _, model = optimized(parsed(text, **INDICES), tmp_path)
     [node] = nodes(model, "RotaryEmbedding")
     assert node.attributes.get_int("interleaved", 0) == (name == "neighbours")
     assert not nodes(model, "Mul", "Sub", "Add", "Concat")
@@ -198,7 +187,7 @@ def test_other_products_of_pairs_stay(tmp_path: Path) -> None:
     """The signs are those of a rotation the other way round."""
     body = APART["halves"] % TURNED.replace("Sub", "Add").replace("second = Add", "second = Sub")
     text = f"(float[B, 2, S, 8] x, float[1, S, 4] c, float[1, S, 4] s) => (float[B, 2, S, 8] y) {{ {body} }}"
-    _, model = optimized(parsed(text, four=np.array([4]), **INDICES), tmp_path)
+    _, model = optimized(parsed(text, **INDICES), tmp_path)
     assert not nodes(model, "RotaryEmbedding")
     assert_same(tmp_path, x=(3, 2, 9, 8), c=(1, 9, 4), s=(1, 9, 4))
 
@@ -210,16 +199,13 @@ def test_other_products_of_pairs_stay(tmp_path: Path) -> None:
 )
 def test_pairs_with_two_angles_stay(rotated: str, source: str, tmp_path: Path) -> None:
     """The op takes one angle for each pair, so both must be known to be the same."""
-    turned = f"{rotated} p%(n)s = Mul (%(x)s, c) q%(n)s = Mul (r%(n)s, s) y = Add (p%(n)s, q%(n)s)"
-    given = ", float[6, 8] c, float[6, 8] s" if source == "inputs" else ""
-    angles = np.random.default_rng(0).random((6, 8)).astype(np.float32)
-    tables, made = dict(INDICES), ""
-    if source == "constants":
-        tables |= {"c": np.cos(angles), "s": np.sin(angles)}
-    elif source != "inputs":
-        given, made = ", float[6, 1] t", "a = Mul (t, columns) c = Cos (a) s = Sin (a)"
-        tables["columns"] = angles[:1]
-    text = f"(float[B, 2, 6, 8] x{given}) => (float[B, 2, 6, 8] y) {{ {made} {turned % {'n': 1, 'x': 'x'}} }}"
-    report, model = optimized(parsed(text, **tables), tmp_path)
+    given, made, angles = "", "", np.random.default_rng(0).random((6, 8)).astype(np.float32)
+    constants = tables(angles) if source == "constants" else INDICES | {"columns": angles[:1]}
+    if source == "inputs":
+        given = ", float[6, 8] cos, float[6, 8] sin"
+    elif source != "constants":
+        given, made = ", float[6, 1] t", "a = Mul (t, columns) cos = Cos (a) sin = Sin (a)"
+    text = f"(float[B, 2, 6, 8] x{given}) => (float[B, 2, 6, 8] y) {{ {made} {turned(rotated, 'x', 'y')} }}"
+    report, model = optimized(parsed(text, **constants), tmp_path)
     assert report.skipped == {"rotary embedding: the angles of a pair may differ": 1}
     assert not nodes(model, "RotaryEmbedding")

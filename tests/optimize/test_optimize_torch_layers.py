@@ -27,9 +27,7 @@ class Cross(torch.nn.Module):
         return result
 
 
-def made(
-    model: torch.nn.Module, folder: Path, batch: str = "batch", **sizes: tuple[int, ...]
-) -> dict[str, int]:
+def made(model: Any, folder: Path, batch: str = "batch", **sizes: tuple[int, ...]) -> dict[str, int]:
     """Exports a layer of which tokens come first, and returns the nodes of the optimised model.
 
     The lengths of several inputs may vary, and the batch, which is the same for them, perhaps by other names.

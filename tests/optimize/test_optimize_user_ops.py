@@ -104,7 +104,7 @@ def library(project: Path) -> Path:
 
 
 def optimized(
-    model: onnx.ModelProto, folder: Path, library: Path | None, **options: Any
+    model: Any, folder: Path, library: Path | None, **options: Any
 ) -> tuple[OptimizeReport, ir.Model]:
     """Optimises a model for CUDA, and compares the result with it in a session."""
     onnx.save(model, folder / "old.onnx")
@@ -130,9 +130,7 @@ def bodies(model: ir.Model) -> set[str]:
     return {name for domain, name, _ in model.functions if domain == "mine"}
 
 
-def check_values(
-    folder: Path, library: Path, shape: tuple[int, ...] = (3, 16), accepted: float = 1e-5
-) -> None:
+def check_values(folder: Path, library: Path, accepted: float = 1e-5) -> None:
     """Compares the result with the source, and its function bodies with the library."""
     x = np.random.default_rng(5).standard_normal((3, 16)).astype(np.float32)
     expected = outputs(folder / "old.onnx", library, x=x)
@@ -151,9 +149,7 @@ def test_rewrites_around_a_user_op(tmp_path: Path, library: Path) -> None:
     check_values(tmp_path, library)
 
 
-def test_library_of_the_project(
-    tmp_path: Path, project: Path, library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_library(tmp_path: Path, project: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     report, model = optimized(made(NET, bump()), tmp_path, None)
     assert own(model) == ["CustomBump"] and report.libraries[0].samefile(library)
@@ -225,15 +221,8 @@ def test_16_bits_beside_a_subgraph(tmp_path: Path, library: Path) -> None:
     text = LOOP.replace("b = Add (a, bias)", "c = Add (a, bias) b = mine.CustomBump (c)")
     _, model = optimized(made(text, bump()), tmp_path, library, dtype="float16")
     assert own(model) == ["CustomBump"] * 2
-    assert {
-        each and each.dtype
-        for node in model.graph.all_nodes()
-        if node.domain == "mine"
-        for each in node.inputs[:1]
-    } == {
-        ir.DataType.FLOAT16,
-        ir.DataType.FLOAT,
-    }
+    first = [node.inputs[0] for node in model.graph.all_nodes() if node.domain == "mine"]
+    assert {each and each.dtype for each in first} == {ir.DataType.FLOAT16, ir.DataType.FLOAT}
     check_values(tmp_path, library, accepted=2e-2)
 
 

@@ -256,21 +256,9 @@ def test_match_changes_nothing(case: Case) -> None:
     ("body", "name", "said"),
     [
         ("y = MatMul (x, STACK)", "y", ["MatMul y:", "  linear: a weight of 3 dimensions"]),
-        (
-            "p = MatMul (x, W) y = Relu (p)",
-            "p",
-            ["  linear: matches", "  linear: fused, so its value is internal to the"],
-        ),
-        (
-            "t = Tanh (x) s = Mul (t, z) y = Softmax (s)",
-            "s",
-            ["  attention from Softmax y: no MatMul reads it"],
-        ),
-        (
-            "p = Mul (x, z) y = Add (p, C)",
-            "p",
-            ["  addcmul from Add y: matches", "  gated: it does not multiply a GELU"],
-        ),
+        ("p = MatMul (x, W) y = Relu (p)", "p", ["  linear: matches", "  linear: fused, so its value is "]),
+        ("t = Tanh (x) s = Mul (t, z) y = Softmax (s)", "s", ["  attention from Softmax y: no MatMul"]),
+        ("p = Mul (x, z) y = Add (p, C)", "p", ["  addcmul from Add y: matches", "  gated: it does not "]),
         ("y = Cos (x)", "y", ["Cos y:", "  no rewrite starts from it, or from what reads it"]),
     ],
 )

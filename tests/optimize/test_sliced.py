@@ -39,9 +39,7 @@ PRODUCTS: dict[str, tuple[str, dict[str, np.ndarray]]] = {
         f"com.microsoft.MatMulNBits<{FORM}>(x, w, s, z)",
         {name: array.reshape(-1) if name in "sz" else array for name, array in GIVEN.items()},
     ),
-    "linear": (
-        f'{LINEAR}<activation="gelu">(x, w, b, r)', {"w": normal(N, K), "b": normal(N)},
-    ),
+    "linear": (f'{LINEAR}<activation="gelu">(x, w, b, r)', {"w": normal(N, K), "b": normal(N)}),
     "linear that norms": (f"{LINEAR}<rms_eps=0.001>(x, w)", {"w": normal(N, K)}),
     "linear kn": (f'{LINEAR}<layout="kn">(x, w)', {"w": normal(K, N)}),
     "a gate": (f"{LINEAR}Swiglu(x, w, b)", {"w": normal(2 * N, K), "b": normal(2 * N)}),
@@ -117,9 +115,7 @@ def test_a_cast_that_overflows_is_the_session_s(small: None) -> None:
     np.testing.assert_array_equal(found["y"], expected)
 
 
-def test_values_around_a_large_product_are_computed_once(
-    small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_around_a_large_one_are_computed_once(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"(float16[B, {K}] a, float16[B, {K}] past) => (float16[B, M] c, float16[B, {K}] present)"
     model = model_of(
         f"{text} {{ x = Mul(a, a)  s = Exp(x)  y = MatMul(x, w)  t = MatMul(y, v)"

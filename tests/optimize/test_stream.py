@@ -80,12 +80,8 @@ def test_a_decoder_is_what_it_is(folder: Callable[[str], Path], precision: str, 
     assert seen == [(index, LAYERS + 2) for index in range(LAYERS + 2)]
 
 
-def weight(model: ir.Model, name: str) -> ir.Value:
-    return model.graph.initializers[name]
-
-
 def change(model: ir.Model, name: str, by: Callable[[np.ndarray], np.ndarray]) -> None:
-    value = weight(model, name)
+    value = model.graph.initializers[name]
     assert value.const_value is not None
     array = by(np.array(value.const_value.numpy()))
     value.const_value = ir.tensor(array, dtype=value.const_value.dtype, name=name)
@@ -110,9 +106,7 @@ ATTENTION = "/model.layers.1.attn"
 
 
 @pytest.mark.parametrize(("window", "changed"), [(12, 13), (1024, 1023)])
-def test_a_window_is_shorter_than_the_prompt(
-    folder: Callable[[str], Path], window: int, changed: int
-) -> None:
+def test_a_window_within_the_prompt(folder: Callable[[str], Path], window: int, changed: int) -> None:
     original, result = pair(folder("float16"))
     for model in (original, result):
         another_number(model, ATTENTION, "local_window_size", window)
@@ -125,7 +119,7 @@ def test_a_window_is_shorter_than_the_prompt(
 
 # ------------------------------------------------------------------------------------ other models
 
-WIDTH, TOKENS = 64, 300
+WIDTH = 64
 rng = np.random.default_rng(0)
 
 
@@ -138,32 +132,6 @@ def cut_at(model: ir.Model, *names: Sequence[str]) -> list[Segment]:
     borders = [[], *map(list, names), [str(value.name) for value in model.graph.outputs]]
     parts = [Part(before, after) for before, after in pairwise(borders)]
     return [Segment(f"part {index}", part, part, "") for index, part in enumerate(parts)]
-
-
-def an_encoder() -> tuple[ir.Model, list[Segment]]:
-    """A BERT of two layers: ids and a mask, attention and products."""
-    text, constants = "t = Gather(table, ids)\n", {"table": normal(TOKENS, WIDTH)}
-    text += "m = Cast<to=1>(mask)\n n = Sub(m, one)\n o = Mul(n, large)\n hidden = Unsqueeze(o, axes)\n"
-    constants |= {
-        "one": np.array([1], np.float32),
-        "large": np.array([10000], np.float32),
-        "axes": np.array([1], np.int64),
-    }
-    x = "t"
-    for i in range(2):
-        for name in "qkvo":
-            constants[f"{name}{i}"] = normal(WIDTH, WIDTH)
-        constants |= {f"g{i}": 1 + normal(WIDTH), f"b{i}": normal(WIDTH)}
-        text += f"""
-            qy{i} = MatMul({x}, q{i})  ky{i} = MatMul({x}, k{i})  vy{i} = MatMul({x}, v{i})
-            kt{i} = Transpose<perm=[0, 2, 1]>(ky{i})  s{i} = MatMul(qy{i}, kt{i})  h{i} = Add(s{i}, hidden)
-            p{i} = Softmax<axis=-1>(h{i})  a{i} = MatMul(p{i}, vy{i})  z{i} = MatMul(a{i}, o{i})
-            r{i} = Add({x}, z{i})  x{i} = LayerNormalization<axis=-1, epsilon=0.00001>(r{i}, g{i}, b{i})
-        """
-        x = f"x{i}"
-    head = f"(int64[B, S] ids, int64[B, S] mask) => (float[B, S, {WIDTH}] y)"
-    model = ir.from_proto(parsed(f"{head} {{ {text} y = Relu({x}) }}", **constants))
-    return model, cut_at(model, ["t"], ["x0"], ["x1"])
 
 
 def a_unet() -> tuple[ir.Model, list[Segment]]:
@@ -183,21 +151,13 @@ def a_unet() -> tuple[ir.Model, list[Segment]]:
     return model, cut_at(model, ["b"], ["e", "b"])
 
 
-MODELS: dict[str, tuple[Callable[[], tuple[ir.Model, list[Segment]]], str, str]] = {
-    "an encoder": (an_encoder, "v1", "part 2"),
-    "a UNet": (a_unet, "w2", "part 2"),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_other_models_run_on_one_case(name: str) -> None:
-    make, weight_name, where = MODELS[name]
-    original, segments = make()
+def test_another_model_runs_on_one_case() -> None:
+    original, segments = a_unet()
     result = original.clone()
     found = stream(segments, original, result, None, "float32")
     assert found.error == found.own_error == 0 < found.own_noise < 1e-4
-    change(result, weight_name, lambda array: swapped_rows(array, 3))
-    with pytest.raises(NotEquivalent, match=f"^{where}: "):
+    change(result, "w2", lambda array: swapped_rows(array, 3))
+    with pytest.raises(NotEquivalent, match="^part 2: "):
         stream(segments, original, result, None, "float32")
 
 
@@ -263,10 +223,8 @@ def test_each_expert_is_forced_once() -> None:
 # ------------------------------------------------------------------------------------ numbers and errors
 
 
-def half(text: str, **constants: np.ndarray) -> ir.Model:
-    return ir.from_proto(
-        parsed(f"(float16[B, {WIDTH}] x) => (float16[B, {WIDTH}] y) {{ {text} }}", **constants)
-    )
+def half(text: str, **given: np.ndarray) -> ir.Model:
+    return ir.from_proto(parsed(f"(float16[B, {WIDTH}] x) => (float16[B, {WIDTH}] y) {{ {text} }}", **given))
 
 
 def test_numbers_near_the_end_of_fp16_are_refused() -> None:
@@ -343,9 +301,7 @@ def test_quantised_products_in_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [Endless("no progress"), NotRunnable("no kernel")])
-def test_a_segment_that_never_ends_or_cannot_run_is_named(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_that_does_not_run_is_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     original = half("a = Abs(x)  y = Neg(a)")
 
     def run(model: ir.Model, *arguments: Any, **options: Any) -> list[dict[str, np.ndarray]]:

@@ -28,9 +28,7 @@ def model_of(constants: dict[str, np.ndarray], text: str = "") -> ir.Model:
     proto = parsed(f"(float[N] x) => ({outputs}) {{ {text} {reads} }}")
     model = ir.from_proto(proto)
     for name, array in constants.items():
-        value = next(
-            use for node in model.graph for use in node.inputs if use is not None and use.name == name
-        )
+        value = next(u for node in model.graph for u in node.inputs if u is not None and u.name == name)
         value.const_value = ir.tensor(array, name=name)
         model.graph.register_initializer(value)
     return model
@@ -38,11 +36,8 @@ def model_of(constants: dict[str, np.ndarray], text: str = "") -> ir.Model:
 
 def segment(source: ir.Model, result: ir.Model, name: str = "the model") -> Segment:
     """Returns a segment of all nodes, also of those that nothing reads."""
-    parts = [
-        Part([], [str(value.name) for node in model.graph for value in node.outputs])
-        for model in (source, result)
-    ]
-    return Segment(name, parts[0], parts[1], "")
+    both = [[str(v.name) for node in model.graph for v in node.outputs] for model in (source, result)]
+    return Segment(name, Part([], both[0]), Part([], both[1]), "")
 
 
 def check(source: dict[str, np.ndarray], result: dict[str, np.ndarray], text: str = "") -> list[str]:
@@ -98,9 +93,7 @@ def test_rows_that_changed_places() -> None:
     for a, b in ((0, 1), (0, 64), (64, 95)):
         changed = joined.copy()
         changed[[a, b]] = joined[[b, a]]
-        with pytest.raises(
-            NotEquivalent, match=r"r differs from q|r holds nothing of the original|r differs from"
-        ):
+        with pytest.raises(NotEquivalent, match=r"r holds nothing of the original|r differs from"):
             check({"q": Q, "k": K, "v": V}, {"r": changed})
 
 

@@ -121,9 +121,7 @@ def test_dequantised(store: Callable[..., Stored], axis: int, has_zeros: bool) -
     _check(weights.transpose(tensor), expected.T)
 
 
-def test_an_operator_is_computed_once_for_all_strips(
-    store: Callable[..., Stored], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operator_is_computed_once(store: Callable[..., Stored], monkeypatch: pytest.MonkeyPatch) -> None:
     array = RNG.standard_normal((4, 8)).astype(np.float32)
     node = ir.node("CumSum", [ir.val("x"), ir.val("axis")], {"reverse": 1})
     sources: list[ir.TensorProtocol] = [store(array), ir.tensor(np.array(1))]
