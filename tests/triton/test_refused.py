@@ -45,6 +45,10 @@ def always(x):
     [
         (lambda x: filled(x, (x[0].item(),)), "reads an element of a tensor"),
         (lambda x: launch(x, x + 1), "computes with torch.add.*Compute it in a kernel"),
+        (lambda x: launch(x[[0, 1]], x), "computes with torch.index"),
+        (lambda x: launch(x[x.shape[0] > 1], x), "computes with torch.index"),
+        (lambda x: launch(x[:, None].expand(-1, 2).contiguous(), x), "computes with torch.clone"),
+        (lambda x: launch(x[::-1], x), "refuses all calls; the first says: .*ValueError: .*step must be pos"),
         (lambda x: filled(x, block=x.numel()), "BLOCK varies .* without a range.*next_power_of_2"),
         (lambda x: filled(x, n=int(x.numel())), "takes one value of a size"),
         (lambda x: x.view(-1), "returns an input, or a view of one, as output 0"),
@@ -77,7 +81,7 @@ def always(x):
             r'no expression was found for the shape of output y of f.*shapes="y = \[x\[0\]\]"',
         ),
     ],
-    ids=range(21),
+    ids=range(25),
 )
 def test_a_launcher_is_refused_with_its_line(launcher: Callable[..., Any], message: str) -> None:
     with pytest.raises(BuildError, match=message) as caught:

@@ -224,6 +224,17 @@ def test_views_have_offsets_and_strides() -> None:
     assert op.record.texts["shapes"] == "y = [x[1] // 2, x[0]]"
 
 
+def test_a_squeeze_depends_on_the_size() -> None:
+    def launcher(x):
+        y, part = torch.empty_like(x), x.squeeze(0)
+        launchers.row_kernel[(part.shape[0],)](part, y, part.stride(0), part.dim(), 1, BLOCK=16)
+        return y
+
+    op = trace(record("f", "x"), launcher, [{"x": torch.empty(rows, 8)} for rows in (1, 5)])
+    for shape in ((1, 6), (2, 6), (7, 1)):
+        assert evaluated(chosen(op, [shape]), [shape]) == direct(launcher, [shape])
+
+
 def test_an_argument_of_none_is_a_constant() -> None:
     def launcher(x):
         y = torch.empty_like(x)

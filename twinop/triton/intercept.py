@@ -32,16 +32,22 @@ def first_configuration(autotuner: Any, arguments: Mapping[str, Any], arch: Any)
     return configurations[0]
 
 
-class Indexing(TorchFunctionMode):
-    """Indexes tensors without a device: torch's own indexing asks for the GPU of a tensor."""
+class WithoutDevice(TorchFunctionMode):
+    """Indexes tensors without a device: torch's own methods ask for the GPU of a tensor."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.contiguous:
+            func = torch.ops.aten.contiguous
         if func is not torch.Tensor.__getitem__:
             return func(*args, **(kwargs or {}))
         tensor, index = args
         entries = index if isinstance(index, tuple) else (index,)
-        if any(isinstance(entry, (torch.Tensor, list)) for entry in entries):
-            return torch.ops.aten.index(tensor, list(entries))  # the recorder refuses it
+        if any(isinstance(entry, (torch.Tensor, list, bool, torch.SymBool)) for entry in entries):
+            raise self._recorder.refusal("index")
         dimension = 0
         for place, entry in enumerate(entries):
             if entry is None:

@@ -170,20 +170,26 @@ class Recorder(TorchDispatchMode):
         if not (name in _EMPTY or name in _FILLED or func.is_view or str(func) == "prim.device.default"):
             if name == "_local_scalar_dense":
                 raise self.error("this reads an element of a tensor, but the plan may depend on sizes only")
-            raise self.error(
-                f"the launcher computes with torch.{name}, but it may only allocate tensors, fill them with "
-                "a byte, view them and launch kernels. Compute it in a kernel"
-            )
-        was, self.symbols.in_torch = self.symbols.in_torch, True
+            raise self.refusal(name)
+        was = self.symbols.in_torch
+        self.symbols.in_squeeze = name == "squeeze"
+        self.symbols.in_torch = not self.symbols.in_squeeze
         try:
             result = (_slice if func is torch.ops.aten.slice.Tensor else func)(*args, **kwargs)
         finally:
-            self.symbols.in_torch = was
+            self.symbols.in_torch, self.symbols.in_squeeze = was, False
         if isinstance(result, torch.Tensor) and _address(result) not in self._storages:
             self._allocate(result)
         if name in _FILLED:
             self._fill(result, kwargs.get("fill_value", args[-1]) if _FILLED[name] is None else _FILLED[name])
         return result
+
+    def refusal(self, name: str) -> BuildError:
+        """Returns the error of a function of torch that a library cannot call."""
+        return self.error(
+            f"the launcher computes with torch.{name}, but it may only allocate tensors, fill them with a "
+            "byte, view them and launch kernels. Compute it in a kernel"
+        )
 
     def _allocate(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cuda":
@@ -255,6 +261,8 @@ def _slice(
 ) -> torch.Tensor:
     """Does what `aten.slice` does. Before torch 2.13, that gives symbolic bounds a size without a formula."""
     size = tensor.shape[dim]
+    if step < 1:
+        raise ValueError("slice step must be positive")
 
     def within(index: Any) -> Any:
         return torch.sym_min(torch.sym_max(index + size if index < 0 else index, 0), size)

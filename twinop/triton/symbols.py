@@ -109,8 +109,8 @@ class Symbols(ShapeEnv):
 
     The decision at the index `flipped` is answered the other way; at the next one, the run ends. `in_torch`
     is set while torch's own code runs. It asks about sizes of 0 and 1 only to find out which tensors are
-    contiguous, so the answer is that there are none. What follows holds for sizes of 1 as well. For 0, the
-    strides of a tensor without elements differ.
+    contiguous, so the answer is that there are none. What follows holds for sizes of 1 as well, but that of
+    a squeeze (`in_squeeze`). For 0, the strides of a tensor without elements differ.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Symbols(ShapeEnv):
         super().__init__(specialize_zero_one=False, duck_shape=False)
         self.record, self.launcher, self.call, self.flipped = record, launcher, call, flipped
         self.decisions: list[Decision] = []
-        self.in_torch = False
+        self.in_torch = self.in_squeeze = False
         self._meanings: dict[sympy.Symbol, Expression] = {}
         self._numbers: dict[Expression, Any] = {}
 
@@ -218,7 +218,7 @@ class Symbols(ShapeEnv):
     def _answer(self, question: Any, fallback: Any) -> bool:
         if question in (sympy.true, sympy.false):
             return question is sympy.true
-        if fallback is not None:  # torch goes on without an answer
+        if fallback is not None and not self.in_squeeze:  # torch goes on without an answer
             return bool(fallback)
         if isinstance(question, sympy.core.relational.Relational):
             difference = sympy.expand(question.lhs - question.rhs)

@@ -16,7 +16,7 @@ from ..libraries.kernel_op import place_of
 from ..record.op_spec import Attribute, OpSpec
 from ..record.shapes import evaluate
 from .helion import helion_kernels
-from .intercept import Choose, Indexing, first_configuration, functions_of_symbols, triton_launches
+from .intercept import Choose, WithoutDevice, first_configuration, functions_of_symbols, triton_launches
 from .outputs import with_dtypes, with_shapes
 from .recorder import Output, Recorder, TracedLaunch
 from .symbols import Call, Decision, NotAnExpression, OtherBranch, Symbols, guards
@@ -196,7 +196,7 @@ class _Tracer:
         launches = triton_launches(recorder, self.choose)
         with fake, functions_of_symbols(recorder), launches, helion_kernels():
             inputs = self._inputs(recorder, call, attributes)
-            with recorder, Indexing():
+            with recorder, WithoutDevice(recorder):
                 try:
                     returned = self.launcher(*inputs, **attributes)
                 except (BuildError, NotAnExpression):
