@@ -134,6 +134,7 @@ def test_an_op_with_the_name_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         (b'"elementwise":true', b'"elementwise":1234'),
         (b'"schema":"relu', b'"schema":"\xff\xfe\xfd\xfc'),
         (b'"dtypes":"float32;', b'"dtypes":7,  "x":";'),
+        (b'"float32; float16', b'"float32; float33'),
         (b'{"schema":"relu(Tensor', b'{"schema":"relu(Tensoo'),
     ],
 )

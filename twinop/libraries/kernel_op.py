@@ -26,7 +26,7 @@ from ..errors import RecordError, TwinopError
 from ..record.body_registry import body as register_body
 from ..record.body_registry import misfit
 from ..record.names import check_domain, check_op_name
-from ..record.op_spec import OpSpec
+from ..record.op_spec import DTYPES, OpSpec
 from ..record.schema_text import record_of, redeclared
 from ..record.shapes import first_part, nodes_of
 from .declare import CPU_FUNCTIONS, DERIVATIVES, SECOND_DERIVATIVES, Op, body_on_cpu, declared_domain
@@ -36,10 +36,7 @@ Launcher = Callable[..., Any]
 DECLARED: dict[str, "KernelOp"] = {}
 """The declared ops by `OpSpec.key`."""
 
-_DTYPES = (
-    "float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64",
-    "uint8", "uint16", "uint32", "uint64", "bool", "float8_e4m3fn", "float8_e5m2",
-)  # fmt: skip
+_DTYPES = [name for name in DTYPES if not name.startswith("complex")]
 
 
 class KernelOp(Op):

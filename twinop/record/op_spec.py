@@ -14,6 +14,13 @@ DOMAIN = "custom_domain"
 """The domain of twinop's own ops. Other libraries have other domains (`OpSpec.domain`)."""
 DOMAIN_VERSION = 1
 
+DTYPES = (
+    "float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64",
+    "uint8", "uint16", "uint32", "uint64", "bool", "float8_e4m3fn", "float8_e5m2",
+    "complex64", "complex128",
+)  # fmt: skip
+"""The dtypes that records may have (`kernels/record/call.h`)."""
+
 
 @dataclass(frozen=True)
 class Input:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import RecordError, RecordSyntaxError
-from .op_spec import Attribute, Expression, Gradient, Input, OpSpec, check_kind
+from .op_spec import DTYPES, Attribute, Expression, Gradient, Input, OpSpec, check_kind
 from .shapes import evaluate
 
 _ARGUMENT = re.compile(
@@ -122,8 +122,11 @@ def record_of_library(fields: Mapping[str, Any], domain: str, domain_version: in
     devices = tuple(check_kind("device", device, str) for device in texts.pop("devices"))
     for name, text in texts.items():
         check_kind(name, text, str)
+    record = record_of(domain=check_kind("domain", domain, str), **texts)
+    if unknown := {dtype for each in record.combinations for dtype in each.values()} - {*DTYPES}:
+        raise RecordError(f"op {record.name}: {unknown.pop()} is no dtype of this twinop")
     return replace(
-        record_of(domain=check_kind("domain", domain, str), **texts),
+        record,
         schema=texts["schema"],
         is_elementwise=is_elementwise,
         devices=devices,
