@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 DRAIN_REFUSE_SECONDS = 0.5
 TIMER_SECONDS = 0.01  # uvloop's timers may fire this early
+_MOST = 2**31 - 1  # bytes of a message
 HEALTH_SECONDS = 0.2
 
 
@@ -106,7 +107,7 @@ class _CallHandler:
                 if not self._token.allow(path, headers.get("authorization", "").encode()):
                     said = "this server wants a token: send the metadata authorization: Bearer <token>"
                     raise ServiceError(UNAUTHENTICATED, said)
-                _log.debug("accepted")  # tests/service/service_load.py compares these lines with the answers
+                _log.debug("accepted")  # test_service_versions.py compares these lines with the answers
                 if self.draining and path not in OPEN:
                     raise ServiceError(NOT_READY, "the server is stopping: send the request to another")
                 data = await self._message(context)
@@ -193,10 +194,10 @@ class GrpcServer:
     async def start(self) -> None:
         """Start, and return when calls are accepted; AddressError: host or port cannot be used."""
         settings = self.settings
-        self._server = aio.server(
+        server = aio.server(
             maximum_concurrent_rpcs=settings.maximum_concurrent_rpcs,
             options=(
-                ("grpc.max_receive_message_length", settings.max_request_bytes),
+                ("grpc.max_receive_message_length", min(settings.max_request_bytes, _MOST)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.http2.bdp_probe", 0),  # otherwise megabytes of each message arrive before it is read
                 ("grpc.server_handshake_timeout_ms", round(settings.body_seconds * 1000)),
@@ -207,15 +208,16 @@ class GrpcServer:
                 ("grpc.so_reuseport", int(settings.reuse_port)),  # or two servers share one unnoticed
             ),
         )
-        self._server.add_generic_rpc_handlers((self._handler.service(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        server.add_generic_rpc_handlers((self._handler.service(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         given, host = self.ports["grpc_port"], f"[{settings.host}]" if ":" in settings.host else settings.host
         try:
-            self.ports["grpc_port"] = self._server.add_insecure_port(f"{host}:{given}")
+            self.ports["grpc_port"] = server.add_insecure_port(f"{host}:{given}")
         except RuntimeError as error:
             why = "it is in use, or not this machine's"
             raise address_error(settings.host, given, "--grpc-port", why) from error
-        await self._server.start()
+        await server.start()
+        self._server = server
         self._following = asyncio.create_task(self._follow_readiness())
 
     async def _follow_readiness(self) -> None:

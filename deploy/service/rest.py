@@ -30,7 +30,7 @@ class AddressError(TwinopError):
 
 
 def bound(host: str, port: int, option: str, *, shared: bool = False) -> socket.socket:
-    """Return a bound socket that does not listen yet, on a port that may be `shared`; or AddressError."""
+    """Return a bound socket, which listens if its port is not `shared`; AddressError: it cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -39,9 +39,11 @@ def bound(host: str, port: int, option: str, *, shared: bool = False) -> socket.
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
         found.bind(address)
+        if not shared:
+            found.listen()  # until then, another server could bind it, too
         found.setblocking(False)
-    except OSError as error:
-        raise address_error(host, port, option, error.strerror or str(error)) from error
+    except (OSError, ValueError) as error:  # ValueError: no host can have this name
+        raise address_error(host, port, option, getattr(error, "strerror", "") or str(error)) from error
     return found
 
 

@@ -30,7 +30,7 @@ class Server:
         self._cut_off = False
 
     def start(self) -> None:
-        """Serve until SIGTERM or SIGINT, answer all accepted requests, and end the process.
+        """Serve until SIGTERM, SIGINT or SIGHUP, answer all accepted requests, and end the process.
 
         The exit code is 0; 1 if the grace time did not suffice; 70 if nothing more could be run in this
         process, because of the GPU or a run that did not end.
@@ -45,8 +45,9 @@ class Server:
     async def _serve(self) -> None:
         repository, loop = self._repository, asyncio.get_running_loop()
         stop = asyncio.Event()
-        for sign in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sign, stop.set)
+        for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if sign != signal.SIGHUP or signal.getsignal(sign) == signal.SIG_DFL:  # nohup ignores it
+                loop.add_signal_handler(sign, stop.set)
         repository.on_broken = stop.set
         settings = self._settings
         budget, token = Budget(settings.max_bytes_in_flight), Token(settings)
@@ -55,20 +56,18 @@ class Server:
             servers.append(GrpcServer(repository, budget, token))
         background: list[asyncio.Task[None]] = []
         try:
+            if not settings.reuse_port:  # live at once, ready once the models are loaded
+                await self._start(servers)
             asked = loop.create_task(stop.wait())
             loading = loop.create_task(repository.load_all())
             background.append(loading)
-            if settings.reuse_port:  # until the models are loaded, the other servers of the port answer
-                await asyncio.wait((asked, loading), return_when=asyncio.FIRST_COMPLETED)
-                if loading.done():
-                    loading.result()
-            for server in servers if not asked.done() else ():
-                await server.start()  # otherwise live at once, ready once the models are loaded
             if settings.poll_seconds:
                 background.append(loop.create_task(repository.poll()))
             await asyncio.wait((asked, loading), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
+                if settings.reuse_port:  # until now, the other servers of the port answered
+                    await self._start(servers)
                 gc.collect()
                 gc.freeze()  # full collections skip all that is imported by now
                 gc.enable()  # off since the start
@@ -81,6 +80,10 @@ class Server:
             for task in background:
                 task.cancel()
             await self._drain(servers)
+
+    async def _start(self, servers: list[Any]) -> None:
+        for server in servers:
+            await server.start()
 
     async def _drain(self, servers: list[Any]) -> None:
         """Stop accepting connections, and answer all accepted requests within the grace time."""

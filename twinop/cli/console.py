@@ -1,5 +1,6 @@
 """Shared by the command-line tools: consoles, help texts, and errors as one message."""
 
+import errno
 import inspect
 import os
 import re
@@ -91,9 +92,13 @@ def clear_errors() -> Iterator[None]:
 
         text = str(error)
         if not isinstance(error, TwinopError):
-            if not is_disk_error(error):
+            if error.errno == errno.ENOENT and error.filename is None:  # from os.getcwd
+                text = "the current folder does not exist any more: change to another"
+            elif is_disk_error(error):
+                what = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
+                text = f"{what}. Free space on its disk"
+            else:
                 raise
-            text = f"{error.filename or 'a file'} cannot be written: {error.strerror}. Free space on its disk"
         err.print("error:", style="bold red", end=" ")
         err.print(text, soft_wrap=True)
         raise typer.Exit(1) from error
