@@ -79,20 +79,21 @@ class Token:
     """The bearer token that clients must send: in the file that the settings name, or in TWINOP_TOKEN."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Read the file; SettingsError: it cannot be read, or is empty."""
-        file, self._wanted = settings.token_file, os.environ.get("TWINOP_TOKEN", "").encode()
-        if file is None:
-            return
-        try:
-            self._wanted = read_regular(file, MOST_BYTES).strip()
-        except OSError as error:
-            raise SettingsError(f"the token's file {file} cannot be read: {error.strerror}") from error
-        if not self._wanted:
-            raise SettingsError(f"the token's file {file} is empty")
+        """Read the token; SettingsError: its file cannot be read, or it is empty."""
+        where, found = "TWINOP_TOKEN", os.environb.get(b"TWINOP_TOKEN")
+        if (file := settings.token_file) is not None:
+            where = f"the token's file {file}"
+            try:
+                found = read_regular(file, MOST_BYTES)
+            except OSError as error:
+                raise SettingsError(f"{where} cannot be read: {error.strerror}") from error
+        self._wanted = found if found is None else found.strip()
+        if self._wanted == b"":  # such as a secret that is missing: the server would be open to all
+            raise SettingsError(f"{where} is empty. Give it a token, or leave it out to serve without one")
 
     def allow(self, path: str, authorization: bytes) -> bool:
         """Return whether a request for the path may be answered, by its Authorization header."""
-        if not self._wanted or path in OPEN:
+        if self._wanted is None or path in OPEN:
             return True
         scheme, _, token = authorization.partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._wanted)

@@ -50,6 +50,7 @@ def _as_several(value: Any) -> Any:
 
 
 S = TypeVar("S", bound=Section)
+_Seconds = Annotated[float, Field(le=1_000_000, allow_inf_nan=False)]  # gRPC counts milliseconds in 32 bits
 _Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")]
 _Options = dict[str, str | bool | int | float]
 _PATHS = ("library", "library_folders", "token_file")
@@ -85,7 +86,7 @@ class ModelSettings(Section):
     instances: int = Field(
         1, ge=1, le=64, description="concurrent runs; on CUDA each has its own session and stream"
     )
-    run_timeout_seconds: float | None = Field(
+    run_timeout_seconds: _Seconds | None = Field(
         None,
         gt=0,
         description="end a run that takes longer; if it goes on for 5 s, end the server with code 70",
@@ -128,7 +129,7 @@ class ServerSettings(Section):
     admin_port: int | None = Field(
         None, ge=0, le=65535, description="a port of this server alone, for probes and metrics"
     )
-    poll_seconds: float = Field(
+    poll_seconds: _Seconds = Field(
         0.0, ge=0, description="follow new, changed and removed versions and libraries this often; 0: never"
     )
     library_folders: tuple[Path, ...] = Field(
@@ -147,22 +148,25 @@ class ServerSettings(Section):
     max_bytes_in_flight: int = Field(
         1 << 30, gt=0, description="limit for the memory of all requests that are read or answered"
     )
-    body_seconds: float = Field(
+    body_seconds: _Seconds = Field(
         60.0, gt=0, description="time limit for a request's body to arrive, and for gRPC's handshake"
     )
     limit_concurrency: int | None = Field(
         None, gt=0, description="most HTTP connections, and requests; further ones get 503"
     )
     maximum_concurrent_rpcs: int = Field(
-        256, gt=0, description="most gRPC calls; further ones get RESOURCE_EXHAUSTED"
+        256, gt=0, le=_MOST, description="most gRPC calls; further ones get RESOURCE_EXHAUSTED"
     )
-    grace_seconds: float = Field(30.0, ge=0, description="time after SIGTERM to answer accepted requests")
+    grace_seconds: _Seconds = Field(30.0, ge=0, description="time after SIGTERM to answer accepted requests")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="after")
     def _fits(self) -> "ServerSettings":
         if self.max_bytes_in_flight < (least := 4 * self.max_request_bytes):
             raise ValueError(f"max_bytes_in_flight must be at least {least}: four times max_request_bytes")
+        ports = [each for each in (self.http_port, self.grpc_port, self.admin_port) if each]
+        if len(set(ports)) < len(ports):
+            raise ValueError("http_port, grpc_port and admin_port must differ")
         return self
 
 
@@ -250,7 +254,7 @@ def anchored(section: dict[str, Any], folder: Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file; raise SettingsError if it cannot be read, or is not TOML."""
     try:
-        text = read_regular(path, MOST_BYTES).decode()
+        text = read_regular(path, MOST_BYTES).decode("utf-8-sig")  # editors of Windows write such a mark
         if _LONG_KEY.search(text):
             raise SettingsError(f"{path}: not settings: a key has more than 32 parts")
         return tomllib.loads(text)
