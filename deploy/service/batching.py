@@ -6,6 +6,7 @@ next run: a lone request waits for nothing, and a busy server gets the largest b
 
 import asyncio
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from ..errors import ModelError
 from . import logs
 from .errors import BROKEN, DEADLINE, NOT_READY, OVERLOADED, RUN_FAILED, RUN_TOO_LONG, ServiceError
 from .instance import Instance, LoadedModel
@@ -102,12 +104,20 @@ class Batcher:
     """The queue and the instances of one version. Call its methods on the event loop's thread."""
 
     def __init__(self, loaded: LoadedModel) -> None:
+        """ModelError: its threads cannot be started."""
         self._name, self._version, self._settings = loaded.name, loaded.version, loaded.settings
         self._loop = asyncio.get_running_loop()
         self._idle, self._instances = list(loaded.instances), len(loaded.instances)
         self._waiting: deque[QueuedRequest] = deque()
         self._rows_independent = loaded.rows_independent  # requests may share a run
         self._pool = ThreadPoolExecutor(self._instances, f"{self._name}-{self._version}")
+        all_started = threading.Barrier(self._instances)
+        try:  # now: a request must not wait for a thread that cannot be started
+            for _ in range(self._instances):
+                self._pool.submit(all_started.wait)
+        except RuntimeError as error:
+            all_started.abort()
+            raise ModelError(f"{self._name}: {error}, of {self._instances}: allow more, or memory") from error
         self._drained = asyncio.Event()
         self._drained.set()
         self._closed = False

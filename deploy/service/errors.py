@@ -62,6 +62,12 @@ def failure_of(error: BaseException) -> Failure:
     return CANCELLED if isinstance(error, asyncio.CancelledError | ClientDisconnect) else INTERNAL
 
 
+def out_of_memory() -> ServiceError:
+    """Return the error for a request that takes more memory than there is."""
+    said = "not enough memory for this request: send fewer rows or smaller tensors"
+    return ServiceError(OUT_OF_MEMORY, said)
+
+
 def invalid(message: str) -> ServiceError:
     """Return the error for a client's mistake."""
     return ServiceError(INVALID, message)

@@ -13,7 +13,7 @@ from ..errors import RunError
 from ..inference_session import Session
 from ..tensor_specs import Spec
 from .datatypes import datatype_of
-from .errors import BROKEN, INVALID, OUT_OF_MEMORY, RUN_FAILED, ServiceError
+from .errors import BROKEN, INVALID, RUN_FAILED, ServiceError, out_of_memory
 from .settings import ModelSettings
 
 _log = logging.getLogger(__name__)
@@ -126,9 +126,7 @@ def _failure(error: Exception, device: str) -> ServiceError:
         return ServiceError(BROKEN, f"the GPU cannot be used any more, {fatal}: {without_paths(text)}")
     if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
         _log.warning("a run was out of memory: %s", text)
-        return ServiceError(
-            OUT_OF_MEMORY, "not enough memory for this request: send fewer rows or smaller tensors"
-        )
+        return out_of_memory()
     if isinstance(error, RunError) and error.code == "InvalidArgument":
         return ServiceError(INVALID, f"the model refuses the request: {without_paths(text)}")
     _log.error("a run failed: %s", text, exc_info=error)

@@ -258,6 +258,7 @@ class Repository:
         try:
             pool, server = self._pool, self.settings.server
             loaded = await asyncio.get_running_loop().run_in_executor(pool, load, where, settings, server)
+            new = ServedVersion(loaded, self.mark_fatal)
         except TwinopError as error:
             metrics.loaded(False)
             _log.error("model %s version %d cannot be loaded: %s", where.model, where.version, error)
@@ -267,7 +268,7 @@ class Repository:
         known[version] = _Known(stamp, "READY")
         versions = self.models.setdefault(where.model, {})
         old = versions.get(where.version)
-        versions[where.version] = ServedVersion(loaded, self.mark_fatal)
+        versions[where.version] = new
         seconds = loaded.load_seconds
         _log.info("model %s version %d is ready after %.2f s", where.model, where.version, seconds)
         if old is not None:

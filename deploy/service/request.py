@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .errors import OVER_BUDGET, TOO_LARGE, ServiceError, invalid
+from .errors import OVER_BUDGET, TOO_LARGE, ServiceError, invalid, out_of_memory
 
 LARGE = 256 << 10  # requests and answers of more bytes are converted in a thread
 Made = TypeVar("Made")
@@ -45,8 +45,11 @@ class Result:
 
 
 async def in_thread_if_large(size: int, work: Callable[..., Made], *arguments: Any) -> Made:
-    """Do the work at once for a small size, otherwise in a thread: it may take seconds."""
-    return work(*arguments) if size <= LARGE else await asyncio.to_thread(work, *arguments)
+    """Do the work at once for a small size, otherwise in a thread: it may take seconds, or all memory."""
+    try:
+        return work(*arguments) if size <= LARGE else await asyncio.to_thread(work, *arguments)
+    except MemoryError as error:
+        raise out_of_memory() from error
 
 
 def check_names(what: str, names: Sequence[str], most: int) -> None:

@@ -64,13 +64,13 @@ def warm_up(
     found: dict[str, np.ndarray] = {}
     outputs, most, runs = list(loaded.session.outputs), loaded.settings.max_batch_size, [[warmup.feeds]]
     if most and warmup.feeds:
-        runs.append([{name: array[:1] for name, array in warmup.feeds.items()}] * most)
+        runs.append([{name: np.repeat(array[:1], most, 0) for name, array in warmup.feeds.items()}])
     for parts in runs:
         for instance in instances:
             try:
                 result = instance.run(parts, outputs)
             except ServiceError as error:
-                shapes = warmup.shapes if not found else f"{len(parts)} rows"
+                shapes = warmup.shapes if not found else f"{most} rows"
                 said = f"{model}: its first run, at {shapes}, failed: {error}"
                 if warmup.guessed and not found:
                     return said
