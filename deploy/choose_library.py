@@ -9,6 +9,7 @@ from twinop.installation import how_to_build
 from twinop.libraries.find import package_key, places_of, searched
 from twinop.libraries.library import Library, read_library
 from twinop.record.op_spec import DOMAIN
+from twinop.system.regular_file import real_path
 
 from .custom_nodes import Model
 from .errors import ModelError
@@ -79,10 +80,10 @@ def choose_libraries(
             continue
         places, allowed = others(domain), own
         if not allow_model_libraries:
-            trusted = {place.resolve() for place in places}
+            trusted = {real_path(place) for place in places}
             for folder in own:
                 require_none(folder, domain, trusted)
-            allowed = [folder for folder in own if folder.resolve() in trusted]
+            allowed = [folder for folder in own if real_path(folder) in trusted]
         if found := _covering(model, domain, allowed, places, confined, bodies):
             libraries[domain] = found
     return [sealed(library.path) for library in libraries.values()]
@@ -129,9 +130,9 @@ def _covering(
 
 def require_none(folder: Path, domain: str, trusted: Collection[Path]) -> None:
     """Raises LibraryError if a model's own folder holds a library of the domain, or one that is damaged."""
-    for path in () if folder.resolve() in trusted else sorted(folder.glob("lib*.so")):
+    for path in () if real_path(folder) in trusted else sorted(folder.glob("lib*.so")):
         try:
-            if path.resolve() in trusted:
+            if real_path(path) in trusted:
                 continue
             read_library(path, domain=domain)
         except ForeignLibraryError:
@@ -156,13 +157,13 @@ def _candidates(
     """Returns the usable libraries, best first, and why others were skipped; an unreadable own one raises."""
     libraries: list[Library] = []
     skipped: list[str] = []
-    folders = [folder.resolve() for folder in places]
+    folders = [real_path(folder) for folder in places]
     for folder in dict.fromkeys(folders):
         here = []
         for path in [folder] if folder.is_file() else sorted(folder.glob("lib*.so")):
             try:
-                if confined and not path.resolve().is_relative_to(folder):
-                    raise LibraryError(f"{path}: a symbolic link to {path.resolve()}, out of the folder")
+                if confined and not real_path(path).is_relative_to(folder):
+                    raise LibraryError(f"{path}: a symbolic link to {real_path(path)}, out of the folder")
                 here.append(read_library(path, domain=domain))
             except ForeignLibraryError:
                 continue

@@ -12,7 +12,7 @@ from onnx import external_data_helper
 
 from twinop.record.names import BUILT_IN
 from twinop.record.op_spec import DOMAIN
-from twinop.system.regular_file import read_regular
+from twinop.system.regular_file import read_regular, real_path
 
 from . import wire
 from .errors import ModelError
@@ -173,7 +173,7 @@ def _check_external(model: Model, tensor: onnx.TensorProto) -> None:
     if model.confined and (
         "\0" in info.location
         or Path(info.location).is_absolute()
-        or not path.resolve().is_relative_to(model.folder.resolve())
+        or not real_path(path).is_relative_to(real_path(model.folder))
     ):
         raise ModelError(
             f"{model.name} keeps {what} outside of its folder, in {info.location!r}, or names the file by an "

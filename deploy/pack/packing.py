@@ -19,6 +19,7 @@ from twinop.installation import how_to_build
 from twinop.libraries.library import Library, checksum
 from twinop.system.progress import Progress, silent
 from twinop.system.publish import MANIFEST, replace_folder, work_folder
+from twinop.system.regular_file import real_path
 
 from ..check_nodes import require_fit
 from ..choose_library import choose_libraries
@@ -159,7 +160,7 @@ def pack_genai(options: Options, progress: Progress = silent) -> Any:
     if others := [name for name in given if name not in _OF_GENAI]:
         raise PackError(f"--{others[0].replace('_', '-')} does not apply to --genai: leave it out")
     _check_output(options)
-    if options.output.resolve().is_relative_to(source := options.model.resolve()):
+    if real_path(options.output).is_relative_to(source := real_path(options.model)):
         raise PackError(f"{options.output}: lies inside the source folder. Choose one outside {source}")
     asked = {name: getattr(options, name) for name in _OF_OPTIMIZE}
     with _written_whole(options.output) as root:
@@ -190,9 +191,9 @@ def _check_output(options: Options) -> None:
         raise PackError(f"{output} already exists, and is not from twinop pack. Choose another, or remove it")
     if not options.force:
         raise PackError(f"{output} already exists. --force replaces it")
-    inside = output.resolve()
+    inside = real_path(output)
     for path in (options.model, *(options.library or ())):
-        if path.resolve().is_relative_to(inside):
+        if real_path(path).is_relative_to(inside):
             raise PackError(f"{path} lies in {output}, which --force would replace. Choose another folder")
 
 
@@ -203,7 +204,7 @@ def _check_output(options: Options) -> None:
 def _written_whole(output: Path) -> Iterator[Path]:
     """Lets its block write beside the folder and renames, so that a failure leaves the old folder."""
     try:
-        place = output.resolve()
+        place = real_path(output)
         place.parent.mkdir(parents=True, exist_ok=True)
         with work_folder(place.parent) as scratch:
             new = scratch / "new"

@@ -144,6 +144,8 @@ def _typed(name: str, kind: Datatype, shape: list[int], contents: pb.InferTensor
     elements = count(name, shape)
     if kind.contents is None:
         raise invalid(f"input {name}: {kind.name} has no typed contents: send raw_input_contents")
+    if others := [field.name for field, _ in contents.ListFields() if field.name != kind.contents]:
+        raise invalid(f"input {name}: {', '.join(others)} are set; {kind.name} has {kind.contents} alone")
     values = getattr(contents, kind.contents)
     if len(values) != elements:
         raise invalid(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from twinop.errors import TwinopError
+from twinop.system.regular_file import real_path
 
 from .settings import FILE, ModelSettings, Settings, SettingsError, anchored, read_toml
 
@@ -25,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _VERSION = re.compile(r"[1-9][0-9]{0,17}")
 _MODEL = "model.onnx"
 _SUFFIX = ".onnx"
-Stamp = tuple[tuple[str, int, int], ...]  # (name, modification time in ns, size) of each file
+Stamp = tuple[tuple[str, int, int, int], ...]  # of each file: name, size, mtime, ctime
 
 
 class FolderError(TwinopError):
@@ -91,12 +92,12 @@ def scan(root: Path, library_folders: Iterable[Path] = ()) -> dict[str, ModelFol
 
     Entries that are not models are skipped with a line in the log; hidden files are skipped silently.
     """
-    libraries = _stamp(path for each in library_folders for path in each.resolve().glob("lib*.so"))
-    if root.is_file() and root.suffix != _SUFFIX:
+    libraries = _stamp(path for each in library_folders for path in real_path(each).glob("lib*.so"))
+    if (is_file := os.path.isfile(root)) and root.suffix != _SUFFIX:
         raise FolderError(f"{root}: expected an .onnx file or a folder of models")
-    if not root.exists():
+    if not os.path.exists(root):
         raise FolderError(f"{root}: no such file or folder. Expected an .onnx file or a folder of models")
-    entries = [root] if root.is_file() else _entries(root)
+    entries = [root] if is_file else _entries(root)
     folders = [entry for entry in entries if os.path.isdir(entry)]
     if folders and all(_VERSION.fullmatch(entry.name) for entry in folders):
         raise FolderError(
@@ -192,5 +193,5 @@ def _stamp(paths: Iterable[Path]) -> Stamp:
     for path in paths:
         with suppress(OSError):  # deleted during the scan
             status = os.stat(path) if os.path.exists(path) else os.lstat(path)  # a link to nowhere is a file
-            found.append((str(path), status.st_mtime_ns, status.st_size))
+            found.append((str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     return tuple(sorted(found))

@@ -18,6 +18,7 @@ from twinop.installation import version_numbers
 from twinop.libraries.find import places_of, project_libraries
 from twinop.libraries.library import library_folders
 from twinop.record.op_spec import DOMAIN
+from twinop.system.regular_file import real_path
 
 from ..check_nodes import require_fit
 from ..choose_library import allow, choose_libraries
@@ -57,6 +58,8 @@ def load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) 
         loaded = _load(where, settings, server)
     except TwinopError:
         raise
+    except MemoryError as error:  # NumPy's says for which shape
+        raise ModelError(f"{where.path}: not enough memory to load it: {error}") from error
     except Exception as error:  # a broken model must not end a server that has other models
         _log.exception("model %s version %d: unexpected", where.model, where.version)
         raise ModelError(f"{where.path}: cannot be loaded: {error or type(error).__name__}") from error
@@ -112,8 +115,8 @@ def libraries_for(
     # add models could put libraries there.
     build = Path.cwd() / "build"
     served = () if where.root.is_file() else (where.root, *where.root.iterdir(), *own)
-    above = {build, *build.parents, build.resolve(), *build.resolve().parents}
-    project = [] if above.intersection(each.resolve() for each in served) else project_libraries()
+    above = {build, *build.parents, real_path(build), *real_path(build).parents}
+    project = [] if above.intersection(real_path(each) for each in served) else project_libraries()
 
     def places(domain: str) -> list[Path]:
         found = [place for place in places_of(domain) if place.parent != build]
@@ -121,12 +124,12 @@ def libraries_for(
 
     permitted = [*server.library_folders, *library_folders(), *project]
     permitted += own if server.allow_model_libraries else []
-    trusted = {place.resolve() for place in permitted}
+    trusted = {real_path(place) for place in permitted}
     for path in settings.library:
         if not path.is_file():
             raise LibraryError(f"{path}: no such library. Put it there, or correct the setting `library`")
-        target = path.resolve()
-        inside = path.parent.resolve() in trusted and any(target.is_relative_to(each) for each in trusted)
+        target = real_path(path)
+        inside = real_path(path.parent) in trusted and any(target.is_relative_to(each) for each in trusted)
         if target not in trusted and not inside:
             raise LibraryError(
                 f"{path}: a library can do all that the server can, so libraries are loaded only from "
@@ -164,7 +167,8 @@ def _open(
     choice = choose_providers(PROVIDERS[settings.provider], libraries, uses_torch=False)
     if settings.provider_options and choice.device is not None:
         options = {name: _text(value) for name, value in settings.provider_options["cuda"].items()}
-        choice = replace(choice, providers=[(CUDA, options), *choice.providers[1:]])
+        device = int(options.get("device_id", choice.device))
+        choice = replace(choice, providers=[(CUDA, options), *choice.providers[1:]], device=device)
 
     def opened() -> Session:
         may_retry = _LEVEL not in settings.session
@@ -186,13 +190,13 @@ def _options(settings: ModelSettings) -> Any:
     # Spinning threads take cores from the event loop and from other models, and gain nothing here.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     for name, value in settings.session.items():
-        if "." in name:
-            options.add_session_config_entry(name, _text(value))
-            continue
         try:
+            if "." in name:
+                options.add_session_config_entry(name, _text(value))
+                continue
             enum = getattr(onnxruntime, _ENUMS[name]) if name in _ENUMS else None
             setattr(options, name, getattr(enum, str(value)) if enum is not None else value)
-        except (AttributeError, TypeError) as error:
+        except Exception as error:  # which depend on its version
             raise SettingsError(
                 f"session: onnxruntime.SessionOptions does not take {name} = {value!r}: {error}"
             ) from error

@@ -1,10 +1,15 @@
-"""Read a file that somebody else may have put there."""
+"""Files and links that somebody else may have put there."""
 
 import errno
 import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
+
+
+def real_path(path: Path) -> Path:
+    """Returns the path without links; that of a link to itself, for which `Path.resolve` raises, as it is."""
+    return Path(os.path.realpath(path))
 
 
 def open_regular(path: Path, most: int) -> BinaryIO:
