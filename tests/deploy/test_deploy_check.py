@@ -7,9 +7,10 @@ import numpy as np
 import onnx
 import pytest
 from models import ORT_VERSION, chain, exported_by, function, make_model, model, node, relu_body, value
-from onnx import helper
+from onnx import TensorProto, helper
 
-from twinop.deploy import ModelError, RunError, check_model, session
+from twinop.deploy import ModelError, RunError, check_model, create_session, session
+from twinop.deploy.custom_nodes import load_model
 from twinop.libraries.library import read_library
 
 RELU = {"op_type": "CustomRelu"}
@@ -77,11 +78,11 @@ def test_mixed_dtypes_are_checked_together() -> None:
 def test_dtypes_are_inferred_through_other_nodes_and_custom_ones() -> None:
     """x -> Cast to int32 and back -> CustomRelu -> CustomRelu -> Cast to int64 -> CustomRelu."""
     nodes = [
-        node("Cast", ["x"], ["a"], "cast", "", to=onnx.TensorProto.FLOAT16),
+        node("Cast", ["x"], ["a"], "cast", "", to=TensorProto.FLOAT16),
         node("CustomRelu", ["a"], ["b"], "good"),
         node("Neg", ["b"], ["c"], "neg", ""),
         node("CustomRelu", ["c"], ["d"], "good too"),
-        node("Cast", ["d"], ["e"], "cast2", "", to=onnx.TensorProto.INT64),
+        node("Cast", ["d"], ["e"], "cast2", "", to=TensorProto.INT64),
         node("CustomRelu", ["e"], ["y"], "bad"),
     ]
     with pytest.raises(ModelError) as error:
@@ -120,7 +121,7 @@ def test_nodes_in_subgraphs_see_the_outer_types() -> None:
     fine = branches(node("CustomRelu", ["x"], ["u"], "deep"))
     x, off = -np.ones((2, 4), np.float32), np.array(False)
     np.testing.assert_array_equal(session(fine).run({"x": x, "c": off})["y"], 0 * x)
-    fine.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.INT32
+    fine.graph.input[0].type.tensor_type.elem_type = TensorProto.INT32
     with pytest.raises(ModelError, match="'deep' .*: no kernel for these dtypes: x is int32"):
         session(fine)
 
@@ -272,3 +273,53 @@ def test_a_body_covers_what_the_library_lacks() -> None:
     opened = session(model(nodes, [value("x")], [value("y")], functions=[other]))
     assert opened.library is not None
     np.testing.assert_array_equal(opened.run({"x": np.ones((1, 4), np.float32)})["y"], -np.ones((1, 4)))
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+_ROWS, _COLUMNS = 1 << 17, 1 << 12
+
+
+def stored(folder: Path, op: str, domain: str, dtype: int, *shape: int) -> Path:
+    """Writes a model of one matmul whose weight is a hole of its data file."""
+    weight = TensorProto(name="w", data_type=dtype, dims=shape, data_location=TensorProto.EXTERNAL)
+    weight.external_data.add(key="location", value="m.data")
+    kind = TensorProto.FLOAT16
+    table = helper.make_node("Gather", ["w", "ids"], ["rows"])
+    nodes = [helper.make_node(op, ["x", "w"], ["y"], domain=domain)]
+    graph = helper.make_graph(
+        [table] if op == "Gather" else nodes,
+        "g",
+        [helper.make_tensor_value_info("x", kind, ["B", _ROWS])],
+        [helper.make_tensor_value_info("y", kind, ["B", _COLUMNS])],
+        [weight],
+    )
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("custom_domain", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "m.onnx")
+    with (folder / "m.data").open("wb") as file:
+        file.truncate(2 * _ROWS * _COLUMNS)
+    return folder / "m.onnx"
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "times"),
+    [
+        ("CustomLinear", TensorProto.FLOAT16, 4), ("CustomLinear", TensorProto.BFLOAT16, 4),
+        ("CustomLinearQ", TensorProto.UINT8, 1), ("MatMul", TensorProto.FLOAT, 4),
+        ("Gather", TensorProto.FLOAT16, 0), ("MatMul", 99, 0),
+    ],
+)  # fmt: skip
+def test_copies_of_weights(op: str, dtype: int, times: int, tmp_path: Path) -> None:
+    domain = "custom_domain" if op.startswith("Custom") else ""
+    model = load_model(stored(tmp_path, op, domain, dtype, _ROWS // 2, _COLUMNS))
+    assert create_session.cpu_bytes(model) == times * _ROWS * _COLUMNS // 2
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stored(tmp_path, "CustomLinear", "custom_domain", TensorProto.FLOAT16, _ROWS, _COLUMNS)
+    monkeypatch.setattr(create_session, "free_bytes", lambda: 10**9)
+    said = (
+        r"m.onnx takes about 2.15 GB of memory on the CPU, .* and 1 GB are free.*twinop optimize --device cpu"
+    )
+    with pytest.raises(ModelError, match=said):
+        session(path, ["CPUExecutionProvider"])

@@ -18,18 +18,8 @@ TAKEN = "import posix\nposix.mkdir(__file__.rpartition('/')[0] + '/taken')\nrais
 @pytest.fixture
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current folder whose modules have the names of all others, and PYTHONPATH's empty entries name it."""
-    others = (
-        "numpy",
-        "onnx",
-        "onnxruntime",
-        "torch",
-        "twinop",
-        "pytest",
-        "conftest",
-        "sitecustomize",
-        "usercustomize",
-    )
-    for name in (*sys.stdlib_module_names, *others):
+    others = "numpy onnx onnxruntime torch twinop pytest conftest sitecustomize usercustomize"
+    for name in (*sys.stdlib_module_names, *others.split()):
         (tmp_path / f"{name}.py").write_text(TAKEN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{os.environ.get('PYTHONPATH', '')}{os.pathsep}")

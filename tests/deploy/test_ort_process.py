@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
 from typer.testing import CliRunner
 
 from twinop.cli import app
@@ -23,19 +23,12 @@ from twinop.errors import RecordSyntaxError, TwinopError, TwinopWarning
 
 def endless() -> onnx.ModelProto:
     """A Loop of 2^62 rounds."""
-    ports = [helper.make_tensor_value_info(name, kind, []) for name, kind in (("i", 7), ("go", 9), ("on", 9))]
-    ports[2:2] = [helper.make_tensor_value_info("a", 1, ["N", 4])]
-    ports.append(helper.make_tensor_value_info("b", 1, ["N", 4]))
-    nodes = [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Sin", ["a"], ["b"])]
-    body = helper.make_graph(nodes, "body", ports[:3], ports[3:])
-    loop = helper.make_node("Loop", ["n", "yes", "x"], ["y"], body=body)
-    values = [helper.make_tensor_value_info(name, 1, ["N", 4]) for name in "xy"]
-    constants = [
-        numpy_helper.from_array(np.array(2**62), "n"),
-        numpy_helper.from_array(np.array(True), "yes"),
-    ]
-    graph = helper.make_graph([loop], "g", values[:1], values[1:], constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    return onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> g (float[N, 4] x) => (float[N, 4] y) '
+        f"<int64 n = {{{2**62}}}, bool yes = {{1}}> {{ y = Loop <body = body "
+        "(int64 i, bool go, float[N, 4] a) => (bool on, float[N, 4] b) { on = Identity (go) b = Sin (a) }> "
+        "(n, yes, x) }"
+    )
 
 
 @pytest.fixture

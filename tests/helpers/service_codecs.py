@@ -1,9 +1,11 @@
-"""Requests and answers for tests of the codecs, without a server."""
+"""Tensors of every datatype, and requests and answers for tests of the codecs, without a server."""
 
 import json
+import math
 from typing import Any
 
 import numpy as np
+from service_models import NUMPY
 from tritonclient.grpc import service_pb2 as pb
 
 from twinop.deploy.service import codec_rest
@@ -11,6 +13,30 @@ from twinop.deploy.service.datatypes import BYTES, Datatype
 from twinop.deploy.service.request import Request, Result
 
 FLOATS = {"FP16", "FP32", "FP64", "BF16"}
+
+
+def values(datatype: str, *shape: int, seed: int = 0) -> np.ndarray:
+    """Return random bit patterns, including NaN payloads, infinities, -0, subnormals; or strings."""
+    random, dtype = np.random.default_rng(seed), NUMPY[datatype]
+    if datatype == "BYTES":
+        texts = ["", "a", "zwei\n", "\0", "\N{SNOWMAN}", "\N{PILE OF POO}", '"quoted\\"']
+        array = np.empty(shape, object)
+        array[:] = random.choice(np.array(texts, object), shape)
+        return array
+    if datatype == "BOOL":
+        return random.integers(0, 2, shape).astype(bool)
+    array = np.frombuffer(random.bytes(math.prod(shape) * dtype.itemsize), dtype).copy()
+    if array.dtype.kind not in "iu":
+        array[:4] = [np.nan, np.inf, -np.inf, -0.0][: array.size]
+    return array.reshape(shape)
+
+
+def raw(array: np.ndarray) -> bytes:
+    """Return the tensor's bytes in the protocol's binary format."""
+    if array.dtype == object:
+        texts = [text.encode() if isinstance(text, str) else text for text in array.ravel()]
+        return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+    return array.tobytes()
 
 
 def strings(texts: list[str]) -> np.ndarray:

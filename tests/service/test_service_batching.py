@@ -10,10 +10,22 @@ import numpy as np
 import pytest
 import uvloop
 
+from twinop.deploy.errors import ModelError
+from twinop.deploy.service import batching
 from twinop.deploy.service.batching import Batcher
-from twinop.deploy.service.errors import DEADLINE, INVALID, NOT_READY, RUN_FAILED, Failure, ServiceError
+from twinop.deploy.service.errors import (
+    BROKEN,
+    DEADLINE,
+    INVALID,
+    NOT_READY,
+    OUT_OF_MEMORY,
+    RUN_FAILED,
+    RUN_TOO_LONG,
+    Failure,
+    ServiceError,
+)
 from twinop.deploy.service.instance import LoadedModel
-from twinop.deploy.service.request import Request, Result
+from twinop.deploy.service.request import LARGE, Request, Result, in_thread_if_large
 from twinop.deploy.service.settings import ModelSettings
 
 Y = ("y",)
@@ -225,6 +237,78 @@ def test_a_surprise_in_a_run_is_one_message(caplog: pytest.LogCaptureFixture) ->
 
     run(test)
     assert "/secret/path" in caplog.text
+
+
+def test_a_batch_that_broke_the_gpu_is_not_run_again() -> None:
+    class Sticky(Doubler):
+        def run(self, parts: Any, outputs: Any) -> dict[str, np.ndarray]:
+            super().run(parts, outputs)
+            raise ServiceError(BROKEN, "the GPU cannot be used any more")
+
+    async def test() -> None:
+        runner, broken = Sticky(), list[str]()
+        queue = batcher(runner, max_batch_size=8)
+        queue.on_broken = broken.append
+        outcomes = await behind_a_run(runner, queue, *[request(1)] * 3)
+        assert [failure_of(each) for each in outcomes] == [BROKEN] * 3
+        assert runner.batches == [[1], [1, 1]] and broken == ["the GPU cannot be used any more"] * 3
+
+    run(test)
+
+
+def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that fails is run again, request by request: only one that takes too long is ended."""
+    monkeypatch.setattr(batching, "HANGS_AFTER", 60.0)
+
+    class Failing(Doubler):
+        ended = threading.Event()
+
+        def run(self, parts: Any, outputs: Any) -> dict[str, np.ndarray]:
+            if len(parts) > 1 or self.ended.wait(30.0 if parts[0]["x"].min() < 0 else 0.2):
+                raise ValueError
+            return super().run(parts, outputs)
+
+        def terminate(self, now: bool = True) -> None:
+            self.ended.set() if now else self.ended.clear()
+
+    async def test() -> None:
+        queue = batcher(Failing(), max_batch_size=16, run_timeout_seconds=1)
+        first = asyncio.create_task(queue.submit(request(0), Y))
+        asked = [queue.submit(request(value), Y) for value in range(1, 8)]
+        assert len(await asyncio.gather(first, *asked)) == 8
+        with pytest.raises(ServiceError) as caught:
+            await queue.submit(request(-1), Y)
+        assert caught.value.failure is RUN_TOO_LONG
+        assert (await queue.submit(request(1), Y)).outputs["y"] == 2
+
+    run(test)
+
+
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is an error of the load: a request would wait forever."""
+    start, refused = threading.Thread.start, [True, False]
+
+    def limited(self: threading.Thread) -> None:
+        if refused.pop():
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    async def test() -> None:
+        with pytest.raises(ModelError, match="m: can't start new thread, of 3"):
+            batcher(Doubler(), instances=3)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    run(test)
+
+
+def test_work_on_a_request_that_takes_too_much_memory() -> None:
+    def work() -> None:
+        raise MemoryError
+
+    for size in (0, LARGE + 1):
+        with pytest.raises(ServiceError, match="not enough memory for this request") as caught:
+            asyncio.run(in_thread_if_large(size, work))
+        assert caught.value.failure is OUT_OF_MEMORY
 
 
 # -------------------------------------------------------------------------------- the end

@@ -1,14 +1,11 @@
 """A GPU that is gone, a kernel that hangs: the server says so, answers, and ends with code 70."""
 
-import asyncio
 import shutil
 import threading
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import service_models as models
 from models import node
@@ -17,12 +14,8 @@ from service_fixtures import Served, receive, serve, tensor, wait_until
 from service_rows import ROW
 
 from twinop.deploy.errors import RunError
-from twinop.deploy.service import batching
-from twinop.deploy.service.batching import Batcher
-from twinop.deploy.service.errors import BROKEN, RUN_FAILED, RUN_TOO_LONG, ServiceError
-from twinop.deploy.service.instance import Instance, LoadedModel
-from twinop.deploy.service.request import Request
-from twinop.deploy.service.settings import ModelSettings
+from twinop.deploy.service.errors import BROKEN, OUT_OF_MEMORY, RUN_FAILED, ServiceError
+from twinop.deploy.service.instance import Instance
 from twinop.libraries.library import find_library
 
 TRUSTING = ("--allow-model-libraries",)  # the library lies beside the model
@@ -162,6 +155,20 @@ def test_on_the_cpu_the_driver_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert failure_of("cpu", RunError(PROSE)).failure is RUN_FAILED
 
 
+NO_MEMORY = (
+    "Failed to allocate memory for requested buffer of size 4000",
+    "CUDA error: out of memory",
+    "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+
+
+@pytest.mark.parametrize("text", NO_MEMORY)
+def test_out_of_memory(text: str) -> None:
+    found = failure_of("cpu", RuntimeError(text))
+    assert found.failure is OUT_OF_MEMORY and "not enough memory for this request" in str(found)
+
+
 @pytest.mark.cuda
 def test_names_in_a_model_do_not_end_a_server_with_a_gpu(tmp_path: Path) -> None:
     model = models.make(
@@ -176,65 +183,6 @@ def test_names_in_a_model_do_not_end_a_server_with_a_gpu(tmp_path: Path) -> None
             assert served.infer("m", given, tensor("shape", "INT64", [1], [3])).status in (400, 500)
             assert served.infer("m", given, tensor("shape", "INT64", [1], [4])).status == 200
         assert served.ask("GET", "/v2/health/live").status == 200
-
-
-def test_a_batch_that_broke_the_gpu_is_not_run_again() -> None:
-    runs: list[int] = []
-    broken: list[str] = []
-
-    class Sticky:
-        def run(self, parts: Any, outputs: Any) -> Any:
-            runs.append(len(parts))
-            time.sleep(0.1)
-            raise ServiceError(BROKEN, "the GPU cannot be used any more")
-
-        def terminate(self, now: bool = True) -> None: ...
-
-    async def test() -> None:
-        runner: Any = Sticky()
-        queue = Batcher(LoadedModel("m", 1, ModelSettings(max_batch_size=8), None, [runner], []))
-        queue.on_broken = broken.append
-        x = np.zeros((1, 1), np.float32)
-        asked = [queue.submit(Request("m", {"x": x}), ("y",)) for _ in range(3)]
-        outcomes = await asyncio.gather(*asked, return_exceptions=True)
-        assert all(isinstance(each, ServiceError) and each.failure is BROKEN for each in outcomes)
-
-    asyncio.run(test())
-    assert runs == [1, 2] and broken == ["the GPU cannot be used any more"] * 3
-
-
-def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that fails is run again, request by request: only one that takes too long is ended."""
-    monkeypatch.setattr(batching, "HANGS_AFTER", 60.0)
-
-    class Failing:
-        ended = threading.Event()
-
-        def run(self, parts: Any, outputs: Any) -> Any:
-            x = np.concatenate([part["x"] for part in parts])
-            if len(parts) > 1 or self.ended.wait(30.0 if x.min() < 0 else 0.2):
-                raise ValueError
-            return {"y": x}
-
-        def terminate(self, now: bool = True) -> None:
-            self.ended.set() if now else self.ended.clear()
-
-    def request(value: float) -> Request:
-        return Request("m", {"x": np.full((1, 1), value, np.float32)}, arrived=time.monotonic())
-
-    async def test() -> None:
-        runner: Any = Failing()
-        settings = ModelSettings(max_batch_size=16, run_timeout_seconds=1)
-        queue = Batcher(LoadedModel("m", 1, settings, None, [runner], []))
-        first = asyncio.create_task(queue.submit(request(0), ("y",)))
-        asked = [queue.submit(request(value), ("y",)) for value in range(1, 8)]
-        assert len(await asyncio.gather(first, *asked)) == 8
-        with pytest.raises(ServiceError) as caught:
-            await queue.submit(request(-1), ("y",))
-        assert caught.value.failure is RUN_TOO_LONG
-        assert (await queue.submit(request(1), ("y",))).outputs["y"] == 1
-
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 @pytest.mark.cuda

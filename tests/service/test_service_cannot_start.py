@@ -4,6 +4,8 @@ import asyncio
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import onnx
 import pytest
 import service_models as models
 from service_fixtures import start
-from service_loads import refusal_of
+from service_held import held
 from service_models import place, relu
 
 from twinop.deploy.service import repository
@@ -22,7 +24,7 @@ from twinop.deploy.service.instance import LoadedModel
 from twinop.deploy.service.operations import Token
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.request import Budget
-from twinop.deploy.service.rest import AddressError, RestServer
+from twinop.deploy.service.rest import AddressError, RestServer, bound
 from twinop.deploy.service.settings import Settings, read_settings
 from twinop.errors import TwinopError
 
@@ -33,8 +35,8 @@ def one_model(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-def refused(models_folder: Path, **server: Any) -> str:
-    """Return the message with which a server cannot listen."""
+def listen(models_folder: Path, **server: Any) -> None:
+    """Start to listen, and end; AddressError."""
     settings = Settings(server={"http_port": 0, "grpc_port": 0, **server})
     repository = Repository(models_folder, settings)
 
@@ -45,21 +47,39 @@ def refused(models_folder: Path, **server: Any) -> str:
         await server.start()
         await server.drain(0)  # a server that listens would keep the test
 
+    asyncio.run(start())
+
+
+def refused(*arguments: Any, **server: Any) -> str:
+    """Return the message with which a server cannot listen."""
     with pytest.raises(AddressError) as error:
-        asyncio.run(start())
+        listen(*arguments, **server)
     return str(error.value)
 
 
-def test_a_port_in_use_ends_the_process_with_one_message(one_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--http-port", "--grpc-port"])
+def test_a_port_in_use_ends_the_process_with_one_message(
+    one_model: Path, tmp_path: Path, option: str
+) -> None:
+    """However long a load would take."""
+    (file := tmp_path / "held").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        process = start(one_model, tmp_path / "log", "--http-port", str(port))
+        process = start(one_model, tmp_path / "log", option, str(port), program=held(loads=file))
         try:
             assert process.wait(120) == 1
         finally:
             process.kill()
     said = " ".join((tmp_path / "log").read_text().split())
     assert f"cannot listen on port {port} of 127.0.0.1" in said and "Traceback" not in said
+
+
+def test_a_current_folder_that_is_gone(one_model: Path, tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    program = f"rmdir '{gone}' && exec '{Path(sys.executable).with_name('twinop')}' serve '{one_model}'"
+    done = subprocess.run(["sh", "-c", program], cwd=gone, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "error: the current folder does not exist any more: change to another\n"
 
 
 def test_a_crash_of_onnxruntime_is_said(tmp_path: Path) -> None:
@@ -89,44 +109,38 @@ def test_port_in_use(one_model: Path, protocol: str, other: bool, own: bool) -> 
     assert f"choose another with --{protocol}-port" in said
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_port_is_taken_before_the_server_starts() -> None:
+    with bound("127.0.0.1", 0, "--http-port") as first, pytest.raises(AddressError, match="in use"):
+        bound("127.0.0.1", first.getsockname()[1], "--admin-port")
+
+
+def test_messages_larger_than_grpc_can_receive(one_model: Path) -> None:
+    listen(one_model, max_request_bytes=3 << 30, max_bytes_in_flight=12 << 30)  # the limit is HTTP's
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid", "127..1"])
 def test_host_of_another_machine(one_model: Path, host: str) -> None:
     assert f"cannot listen on port 0 of {host}" in refused(one_model, host=host)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("nope.onnx", "no such file or folder"), ("", "no model in this folder")]
+    ("poll_seconds", "served", "models"), [(0, "", "relu"), (1, "", ""), (1, "relu/1/model.onnx", "model")]
 )
-def test_no_model(tmp_path: Path, name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message appears before a server starts."""
-    monkeypatch.setattr("twinop.deploy.service.logs.configure", lambda *_: None)
-    folder = tmp_path / "models"
-    folder.mkdir()
-    assert refusal_of(folder / name).startswith(f"error: {folder / name}: {said}. Expected ")
-
-
-@pytest.mark.parametrize("poll_seconds, may_come_later", [(0, False), (1, True)])
 def test_settings_of_a_model_that_is_not_there(
-    one_model: Path, poll_seconds: int, may_come_later: bool, caplog: pytest.LogCaptureFixture
+    one_model: Path, poll_seconds: int, served: str, models: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (one_model / "twinop.toml").write_text(
+    """It may come later into a folder that is followed."""
+    (file := one_model / "twinop.toml").write_text(
         f"[server]\npoll_seconds = {poll_seconds}\n[models.rellu]\nmax_queue = 1\n"
     )
-    repository = Repository(one_model, read_settings(one_model / "twinop.toml", {}))
-    said = "there are settings [models.rellu], but no model 'rellu'; models: relu"
-    if may_come_later:
-        asyncio.run(repository.load_all())
-        assert [each.message for each in caplog.records if "rellu" in each.message] == [said]
-    else:
-        with pytest.raises(TwinopError, match=re.escape(said)):
+    repository = Repository(one_model / served, read_settings(file, {}))
+    said = "there are settings [models.rellu], but no model 'rellu'; models: "
+    if models:
+        with pytest.raises(TwinopError, match=re.escape(f"{said}{models}")):
             asyncio.run(repository.load_all())
-
-
-def test_settings_of_another_model_than_the_file(one_model: Path) -> None:
-    (one_model / "twinop.toml").write_text("[models.rellu]\nmax_queue = 1\n")
-    settings = read_settings(one_model / "twinop.toml", {})
-    with pytest.raises(TwinopError, match="no model 'rellu'; models: model"):
-        asyncio.run(Repository(one_model / "relu" / "1" / "model.onnx", settings).load_all())
+    else:
+        asyncio.run(repository.load_all())
+        assert [each.message for each in caplog.records if "rellu" in each.message] == [f"{said}relu"]
 
 
 def broken_and_good(folder: Path, how: str) -> None:

@@ -4,8 +4,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -146,53 +146,34 @@ def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> Non
     }
 
 
-def test_sigterm_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path, sign: signal.Signals) -> None:
     file, log = tmp_path / "held", tmp_path / "log"
     file.touch()
     onnx.save(models.relu(), tmp_path / "m.onnx")
     process = start(tmp_path / "m.onnx", log, program=held(loads=file))
     wait_until(lambda: b"held" in log.read_bytes())
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(sign)
     assert process.wait(60) == 0
 
 
 def test_threads_that_still_decode_do_not_keep_the_process(tmp_path: Path) -> None:
     """There are more requests than threads in asyncio's executor, which the shutdown must not depend on."""
     models.place(tmp_path, "m", models.relu())
-    patched = (
-        "import os, sys, time\n"
-        "from twinop.deploy.service import codec_grpc, codec_rest, request\n"
-        "from twinop.cli import app\n"
-        "def decode(*arguments):\n"
-        '    os.write(1, b\'{"message": "decoding"}\\n\')\n'  # several threads: print writes the end apart
-        "    time.sleep(100)\n"
-        "request.LARGE = 0\n"
-        "codec_grpc.decode = codec_rest.decode = decode\n"
-        "app(sys.argv[1:])\n"
-    )
     (tmp_path / "twinop.toml").write_text("[server]\ngrace_seconds = 1\n")
-    with serve(tmp_path, *QUICK, program=("-c", patched)) as served:
-        outcomes: list[object] = []
-
-        def over_grpc() -> None:
-            with pytest.raises(grpc.RpcError) as error:
-                call(served, "m")
-            outcomes.append(error.value.code())
+    (file := tmp_path / "held").touch()
+    with serve(tmp_path, *QUICK, program=held(decodes=file)) as served, ThreadPoolExecutor(41) as pool:
 
         def decoding() -> int:
-            return sum(line["message"] == "decoding" for line in served.log)
+            return served.log_path.read_bytes().count(b"held")
 
-        threads = [threading.Thread(target=lambda: outcomes.append(served.infer("m", ROW).status))]
-        threads += [threading.Thread(target=over_grpc) for _ in range(40)]
-        threads[0].start()
+        over_rest = pool.submit(served.infer, "m", ROW)
         wait_until(lambda: decoding() == 1)
-        for thread in threads[1:]:
-            thread.start()
+        over_grpc = [pool.submit(call, served, "m") for _ in range(40)]
         wait_until(lambda: decoding() >= 5)
         assert served.stop(seconds=50) == 1
-        for thread in threads:
-            thread.join(60)
-        assert 503 in outcomes and len(outcomes) == 41
+        assert over_rest.result().status == 503
+        assert all(isinstance(each.exception(), grpc.RpcError) for each in over_grpc)
         assert any("grace_seconds (1) were not enough" in line["message"] for line in served.log)
 
 

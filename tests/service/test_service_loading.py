@@ -3,6 +3,7 @@
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,16 @@ import onnx
 import onnxruntime
 import pytest
 import service_models
-from models import node, refused
+from models import refused
 from onnx import TensorProto, helper
 from service_loads import loaded
 
-from twinop.deploy.create_session import open_session
-from twinop.deploy.errors import ModelError, RunError
+from twinop.deploy.create_session import Choice, open_session
+from twinop.deploy.custom_nodes import Model
+from twinop.deploy.errors import ModelError, ProviderError, RunError
 from twinop.deploy.service import loading
 from twinop.deploy.service.instance import Instance
-from twinop.deploy.service.settings import SettingsError
+from twinop.deploy.service.settings import ModelSettings, SettingsError
 from twinop.errors import TwinopWarning
 from twinop.record.tolerance import difference
 
@@ -54,6 +56,8 @@ def test_auto_says_which_provider_it_took(
         model = loaded(tmp_path, service_models.relu(), provider="auto")
     assert model.session.device == "cpu" and "no NVIDIA driver" in model.session.reason
     assert "runs on cpu (no NVIDIA driver" in caplog.text and "CustomRelu x1 from " in caplog.text
+    with pytest.raises(ProviderError, match=r"CUDAExecutionProvider was asked for .*\n  - no NVIDIA driver"):
+        loaded(tmp_path, service_models.relu(), provider="cuda")
 
 
 def test_warm_up_at_the_shapes_given(
@@ -69,7 +73,9 @@ def test_warm_up_at_the_shapes_given(
     monkeypatch.setattr(Instance, "run", recorded)
     loaded(tmp_path, service_models.add(), warm_up={"a": (3, 4)}, max_batch_size=5)
     # b has the same dimension N; the second run is at the largest batch. Then rows are compared.
-    assert seen[:2] == [[{"a": (3, 4), "b": (3, 4)}], [{"a": (1, 4), "b": (1, 4)}] * 5]
+    assert seen[:2] == [[{"a": (3, 4), "b": (3, 4)}], [{"a": (5, 4), "b": (5, 4)}]]
+    with pytest.raises(ModelError, match="not enough memory to load it: Unable to allocate"):
+        loaded(tmp_path, service_models.relu(), max_batch_size=2**31 - 1)
     with pytest.raises(SettingsError, match="warm_up names 'z'; the model's inputs: x"):
         loaded(tmp_path, service_models.relu(), warm_up={"z": (1,)})
     with pytest.raises(SettingsError, match=r"warm_up: input x is FP32\[1, 5\].* must be 4, not 5"):
@@ -77,12 +83,8 @@ def test_warm_up_at_the_shapes_given(
 
 
 def test_a_first_run_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = service_models.make(  # x must have 8 elements
-        [node("Reshape", ["x", "shape"], domain="")],
-        [service_models.info("x", "FP32", ("N",))],
-        [service_models.info("y", "FP32", (2, 4))],
-        weights={"shape": np.array([2, 4], np.int64)},
-    )
+    reshape = "(float[N] x) => (float[2, 4] y) { y = Reshape(x, shape) }"  # x must have 8 elements
+    model = service_models.parsed(reshape, shape=np.array([2, 4]))
     with caplog.at_level(logging.WARNING):
         served = loaded(tmp_path, model)  # the size 1 for N is only a guess
     assert re.search(r"was not warmed up, set warm_up: .*its first run, at x \[1\], failed", caplog.text)
@@ -184,14 +186,8 @@ def test_differences_of_special_values() -> None:
 
 def product_of_rows() -> onnx.ModelProto:
     """y[N, N] = x times its transpose: the shape of a row depends on how many there are."""
-    return service_models.make(
-        [
-            service_models.node("Transpose", ["x"], ["t"], "transpose", domain="", perm=[1, 0]),
-            service_models.node("MatMul", ["x", "t"], domain=""),
-        ],
-        [service_models.info("x", "FP32", ("N", 4))],
-        [service_models.info("y", "FP32", ("N", "N"))],
-    )
+    nodes = "t = Transpose <perm = [1, 0]> (x) y = MatMul(x, t)"
+    return service_models.parsed(f"(float[N, 4] x) => (float[N, N] y) {{ {nodes} }}")
 
 
 def small(batch_axis: int, scale: float) -> onnx.ModelProto:
@@ -253,12 +249,24 @@ def test_the_session_gets_its_options(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("level", 1), ("execution_mode", "fast"), ("enable_mem_pattern", "x")]
+    ("name", "value"),
+    [("level", 1), ("execution_mode", "fast"), ("enable_mem_pattern", "x"), ("long." * 300, "1")],
 )
 def test_what_a_session_does_not_take_is_one_message(tmp_path: Path, name: str, value: Any) -> None:
     said = re.escape(f"session: onnxruntime.SessionOptions does not take {name} = {value!r}")
     with pytest.raises(SettingsError, match=said):
         loaded(tmp_path, service_models.relu(), session={name: value})
+
+
+def test_the_gpu_that_the_options_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is asked about it after a run that failed."""
+    works = Choice(["CUDAExecutionProvider", "CPUExecutionProvider"], 0, "CUDA works here", True, False)
+    monkeypatch.setattr(loading, "choose_providers", lambda *_, **named: works)
+    monkeypatch.setattr(loading, "open_session", lambda *_, **named: SimpleNamespace(device="cuda:1"))
+    settings = ModelSettings(provider_options={"cuda": {"device_id": 1, "use_tf32": False}})
+    choice, _ = loading._open(Model("m"), [], settings)
+    options = {"device_id": "1", "use_tf32": "0"}
+    assert choice.device == 1 and choice.providers[0] == ("CUDAExecutionProvider", options)
 
 
 @pytest.mark.cuda

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol against the real server: outputs, versions, ids, connections, deadlines."""
+"""The Open Inference Protocol against the real server, also with Triton's clients."""
 
 import json
 from collections.abc import Iterator
@@ -12,9 +12,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import service_models as models
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from service_codecs import raw, values
 from service_fixtures import Served, split, tensor, wait_until
 from service_rows import ROW, in_flight, message
 from tritonclient.grpc import service_pb2 as pb
+from tritonclient.utils import InferenceServerException
 
 # -------------------------------------------------------------------------------- what can be asked for
 
@@ -43,16 +48,6 @@ def test_versions(served: Served, stub: Any) -> None:
     metadata = served.ask("GET", "/v2/models/two_versions/versions/1").json
     assert metadata["versions"] == ["1", "2"]
     assert stub.ModelMetadata(pb.ModelMetadataRequest(name="two_versions")).versions == ["1", "2"]
-
-
-def test_json_says_no_null_for_what_is_not_finite(served: Served) -> None:
-    x = tensor("x", "FP32", [1, 4], [-1, 0, 1, 2])
-    answer = served.infer("log", x)
-    assert answer.status == 400
-    assert "output y holds NaN or infinity" in answer.error and '"binary_data": true' in answer.error
-    answer = served.infer("log", x, parameters={"binary_data_output": True})
-    numbers = np.frombuffer(answer.content[-16:], np.float32)
-    assert np.isnan(numbers[0]) and numbers[1] == -np.inf
 
 
 def test_metadata(served: Served) -> None:
@@ -190,3 +185,69 @@ def test_deadlines(served: Served, stub: Any, busy: Busy) -> None:
         with pytest.raises(grpc.RpcError) as error:
             stub.ModelInfer(request, timeout=seconds)
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+# -------------------------------------------------------------------------------- Triton's clients
+
+
+DATATYPES = list(models.ELEMENTS)
+
+
+def finite(datatype: str) -> np.ndarray:
+    array = values(datatype, 7, 11)
+    with np.errstate(invalid="ignore"):
+        return array if datatype == "BYTES" else np.where(np.isfinite(array), array, array.dtype.type(-0.0))
+
+
+# -------------------------------------------------------------------------------- inference
+
+
+@pytest.fixture(scope="module", params=["http", "grpc"])
+def client(served: Served, request: pytest.FixtureRequest) -> Iterator[Any]:
+    kind, port = {"http": (triton_http, served.http_port), "grpc": (triton_grpc, served.grpc_port)}[
+        request.param
+    ]
+    with kind.InferenceServerClient(f"127.0.0.1:{port}") as found:
+        yield found
+
+
+def echoed(client: Any, datatype: str, array: np.ndarray, **options: Any) -> np.ndarray:
+    """Return y of the identity model of the datatype."""
+    kind = triton_http if isinstance(client, triton_http.InferenceServerClient) else triton_grpc
+    given = kind.InferInput("x", list(array.shape), datatype)
+    given.set_data_from_numpy(array, **options)
+    wanted = [kind.InferRequestedOutput("y", **options)]
+    result = client.infer(f"id_{datatype.lower()}", [given], outputs=wanted, request_id="7")
+    answer = result.get_response(as_json=True) if kind is triton_grpc else result.get_response()
+    assert answer["id"] == "7" and answer["outputs"][0]["datatype"] == datatype
+    found: np.ndarray = result.as_numpy("y")
+    return found
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_tritonclient(client: Any, datatype: str) -> None:
+    array = values(datatype, 7, 11)
+    assert raw(echoed(client, datatype, array)) == raw(array)
+
+
+@pytest.mark.parametrize("datatype", [each for each in DATATYPES if each not in ("FP16", "BF16")])
+def test_tritonclient_with_json(served: Served, datatype: str) -> None:
+    array = finite(datatype)
+    with triton_http.InferenceServerClient(f"127.0.0.1:{served.http_port}") as client:
+        assert raw(echoed(client, datatype, array, binary_data=False)) == raw(array)
+
+
+def test_health_and_the_list_of_models(client: Any, served: Served) -> None:
+    assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("relu", "1")
+    listed = client.get_model_repository_index()
+    entries = (
+        [(each.name, each.state) for each in listed.models]
+        if hasattr(listed, "models")
+        else [(each["name"], each["state"]) for each in listed]
+    )
+    states = dict(entries)
+    assert states.pop("broken") == "UNAVAILABLE" and set(states.values()) == {"READY"}
+    assert {*states, "broken"} == {path.name for path in served.root.iterdir() if path.is_dir()}
+    with pytest.raises(InferenceServerException):
+        client.unload_model("relu")
+    assert client.is_model_ready("relu")
