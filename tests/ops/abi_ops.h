@@ -6,30 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "twinop/kernel.h"
+#include "for_each.h"
 
 namespace twinop {
-
-// Runs functor(i) for each element i, on either device.
-#if defined(__CUDACC__)
-template <class F>
-__global__ void ForEachKernel(F functor, std::int64_t count) {
-  std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < count) functor(i);
-}
-template <class F>
-Status ForEach(const Call& call, std::int64_t count, const F& functor) {
-  return LaunchKernel(ForEachKernel<F>, GridOver(count, 128), call, functor, count);
-}
-#else
-template <class F>
-Status ForEach(const Call& call, std::int64_t count, const F& functor) {
-  call.context->ParallelFor(count, 1024, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) functor(i);
-  });
-  return {};
-}
-#endif
 
 // ------------------------------------------------------------------------------ state
 

@@ -4,11 +4,7 @@
 //   order
 #pragma once
 
-#include "twinop/math/numeric.h"
-#include "twinop/record/registry.h"
-#if defined(__CUDACC__)
-#include "twinop/primitives/launch.cuh"
-#endif
+#include "for_each.h"
 
 namespace twinop {
 
@@ -39,41 +35,16 @@ constexpr std::int64_t DoubleAndSumBytes(const Call& call) {
   return rows * static_cast<std::int64_t>(sizeof(double));
 }
 
-template <class Body>
-Status WithDoubleAndSum(const Call& call, Body&& body) {
+inline Status LaunchDoubleAndSum(const Call& call) {
   const Tensor& x = call.inputs[0];
   if (x.rank == 0) return Status::Error("x must have at least one dimension");
   return DispatchFloat(x.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
-    return body(DoubleAndSum<T>{x.as<const T>(), call.outputs[0].as<T>(), call.outputs[1].as<T>(),
-                                static_cast<Compute<T>*>(call.scratch), x.sizes[x.rank - 1]});
+    const DoubleAndSum<T> rows{x.as<const T>(), call.outputs[0].as<T>(), call.outputs[1].as<T>(),
+                               static_cast<Compute<T>*>(call.scratch), x.sizes[x.rank - 1]};
+    return ForEach(call, call.outputs[1].numel, rows, 16);
   });
 }
-
-#if defined(__CUDACC__)
-template <class F>
-__global__ void DoubleAndSumKernel(F functor, std::int64_t rows) {
-  std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (row < rows) functor(row);
-}
-inline Status LaunchDoubleAndSum(const Call& call) {
-  return WithDoubleAndSum(call, [&](auto functor) {
-    constexpr int kThreads = 128;
-    std::int64_t rows = call.outputs[1].numel;
-    return LaunchKernel(DoubleAndSumKernel<decltype(functor)>,
-                        {(rows + kThreads - 1) / kThreads, dim3(kThreads)}, call, functor, rows);
-  });
-}
-#else
-inline Status LaunchDoubleAndSum(const Call& call) {
-  return WithDoubleAndSum(call, [&](auto functor) {
-    call.context->ParallelFor(call.outputs[1].numel, 16, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t row = begin; row < end; ++row) functor(row);
-    });
-    return Status();
-  });
-}
-#endif
 
 // clang-format off
 TWINOP_OP(double_and_sum,

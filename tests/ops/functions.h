@@ -2,8 +2,8 @@
 // choice between results.
 #pragma once
 
+#include "for_each.h"
 #include "twinop/elementwise.h"
-#include "twinop/kernel.h"
 #include "twinop/math/math.h"
 
 namespace twinop {
@@ -63,31 +63,15 @@ struct FunctionOf {
   }
 };
 
-#if defined(__CUDACC__)
-template <class F>
-__global__ void FunctionKernel(F functor, std::int64_t count) {
-  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < count) functor(i);
-}
-#endif
-
 template <class Op>
 Status LaunchFunction(const CallOf<Op>& call) {
   const Tensor& x = InputOf(call, "x"_name);
-  return DispatchFloat(x.dtype, [&](auto tag) -> Status {
+  return DispatchFloat(x.dtype, [&](auto tag) {
     using S = typename decltype(tag)::Type;
     const FunctionOf<S> functor{InputData<S>(call, "x"_name), InputData<S>(call, "other"_name),
                                 OutputData<S>(call, "y"_name),
                                 static_cast<int>(AttributeOf<std::int64_t>(call, "number"_name))};
-#if defined(__CUDACC__)
-    return LaunchKernel(FunctionKernel<FunctionOf<S>>, GridOver(x.numel, 128), call, functor,
-                        x.numel);
-#else
-    call.context->ParallelFor(x.numel, 4096, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) functor(i);
-    });
-    return {};
-#endif
+    return ForEach(call, x.numel, functor);
   });
 }
 

@@ -6,11 +6,7 @@
 // and zeros in the pads[0] columns before and the pads[1] columns behind.
 #pragma once
 
-#include "twinop/math/numeric.h"
-#include "twinop/record/registry.h"
-#if defined(__CUDACC__)
-#include "twinop/primitives/launch.cuh"
-#endif
+#include "for_each.h"
 
 namespace twinop {
 
@@ -40,10 +36,9 @@ struct PadAffine {
   }
 };
 
-// Calls body(functor) with the functor for the call's dtypes, after the checks that the record
-// cannot make.
-template <class Op, class Body>
-Status WithPadAffine(const CallOf<Op>& call, Body&& body) {
+// Makes the checks that the record cannot make.
+template <class Op>
+Status LaunchPadAffine(const CallOf<Op>& call) {
   const Tensor& x = InputOf(call, "x"_name);
   const Tensor& weight = InputOf(call, "weight"_name);
   const Tensor& bias = InputOf(call, "bias"_name);
@@ -65,40 +60,13 @@ Status WithPadAffine(const CallOf<Op>& call, Body&& body) {
     return DispatchFloat(weights, [&](auto w_tag) {
       using T = typename decltype(x_tag)::Type;
       using W = typename decltype(w_tag)::Type;
-      return body(PadAffine<T, W>{x.as<const T>(), weight.as<const W>(), bias.as<const W>(),
-                                  y.as<T>(), columns, pads[0], y.sizes[y.rank - 1],
-                                  static_cast<Compute<T>>(scale), minus});
+      return ForEach(call, y.numel,
+                     PadAffine<T, W>{x.as<const T>(), weight.as<const W>(), bias.as<const W>(),
+                                     y.as<T>(), columns, pads[0], y.sizes[y.rank - 1],
+                                     static_cast<Compute<T>>(scale), minus});
     });
   });
 }
-
-#if defined(__CUDACC__)
-template <class F>
-__global__ void PadAffineKernel(F functor, std::int64_t count) {
-  std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < count) functor(i);
-}
-template <class Op>
-Status LaunchPadAffine(const CallOf<Op>& call) {
-  return WithPadAffine(call, [&](auto functor) {
-    constexpr int kThreads = 256;
-    std::int64_t count = call.outputs[0].numel;
-    return LaunchKernel(PadAffineKernel<decltype(functor)>,
-                        {(count + kThreads - 1) / kThreads, dim3(kThreads)}, call, functor, count);
-  });
-}
-#else
-template <class Op>
-Status LaunchPadAffine(const CallOf<Op>& call) {
-  return WithPadAffine(call, [&](auto functor) {
-    call.context->ParallelFor(call.outputs[0].numel, 1024,
-                              [&](std::int64_t begin, std::int64_t end) {
-                                for (std::int64_t i = begin; i < end; ++i) functor(i);
-                              });
-    return Status();
-  });
-}
-#endif
 
 // clang-format off
 TWINOP_OP(pad_affine,

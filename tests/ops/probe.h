@@ -8,11 +8,7 @@
 // attributes are of the kinds that no other test op has.
 #pragma once
 
-#include "twinop/math/numeric.h"
-#include "twinop/record/registry.h"
-#if defined(__CUDACC__)
-#include "twinop/primitives/launch.cuh"
-#endif
+#include "for_each.h"
 
 namespace twinop {
 
@@ -34,34 +30,14 @@ struct Probe {
 };
 
 template <class Op>
-Probe MakeProbe(const CallOf<Op>& call) {
+Status LaunchProbe(const CallOf<Op>& call) {
   const Tensor& x = InputOf(call, "x"_name);
   const Tensor& same = OutputOf(call, "same"_name);
-  const Tensor& report = OutputOf(call, "report"_name);
-  return {x.as<const char>(), same.as<char>(), report.as<double>(),
-          static_cast<double>(AttributeOf<std::int64_t>(call, "tag"_name)),
-          AttributeOf<bool>(call, "mark"_name) ? 1.0 : 0.0};
+  return ForEach(call, same.bytes(),
+                 Probe{x.as<const char>(), same.as<char>(), OutputData<double>(call, "report"_name),
+                       static_cast<double>(AttributeOf<std::int64_t>(call, "tag"_name)),
+                       AttributeOf<bool>(call, "mark"_name) ? 1.0 : 0.0});
 }
-
-#if defined(__CUDACC__)
-__global__ void ProbeKernel(Probe probe, std::int64_t bytes) {
-  std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < bytes) probe(i);
-}
-template <class Op>
-Status LaunchProbe(const CallOf<Op>& call) {
-  constexpr int kThreads = 128;
-  std::int64_t bytes = call.outputs[0].bytes();
-  return LaunchKernel(ProbeKernel, {(bytes + kThreads - 1) / kThreads, dim3(kThreads)}, call,
-                      MakeProbe(call), bytes);
-}
-#else
-template <class Op>
-Status LaunchProbe(const CallOf<Op>& call) {
-  for (std::int64_t i = 0; i < call.outputs[0].bytes(); ++i) MakeProbe(call)(i);
-  return {};
-}
-#endif
 
 // clang-format off
 TWINOP_OP(probe,

@@ -2,8 +2,8 @@
 // scale, and back, in the elementwise skeleton; rows with a scale of their own, in a launcher.
 #pragma once
 
+#include "for_each.h"
 #include "twinop/elementwise.h"
-#include "twinop/kernel.h"
 #include "twinop/math/math.h"
 
 namespace twinop {
@@ -52,25 +52,13 @@ struct QuantiseRow {
   }
 };
 
-#if defined(__CUDACC__)
-__global__ void QuantiseRowsKernel(QuantiseRow rows, std::int64_t count) {
-  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (row < count) rows(row);
-}
-#endif
-
 template <class Op>
 Status QuantiseRows(const CallOf<Op>& call) {
   const std::int64_t count = OutputOf(call, "scale"_name).numel;
   const QuantiseRow rows{InputData<float>(call, "x"_name), OutputData<Float8E4M3>(call, "y"_name),
                          OutputData<float>(call, "scale"_name),
                          InputOf(call, "x"_name).numel / count};
-#if defined(__CUDACC__)
-  return LaunchKernel(QuantiseRowsKernel, GridOver(count, 64), call, rows, count);
-#else
-  for (std::int64_t row = 0; row < count; ++row) rows(row);
-  return {};
-#endif
+  return ForEach(call, count, rows);
 }
 
 TWINOP_OP(quantise_rows,

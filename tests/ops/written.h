@@ -1,33 +1,10 @@
 // Test ops that write into inputs, in a library with a domain of its own.
 #pragma once
 
+#include "for_each.h"
 #include "twinop/elementwise.h"
-#include "twinop/kernel.h"
 
 namespace twinop {
-
-// Runs functor(i) for each element i, on either device.
-#if defined(__CUDACC__)
-template <class F>
-__global__ void ForEachWrittenKernel(F functor, std::int64_t count) {
-  std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < count) functor(i);
-}
-template <class F>
-Status ForEachWritten(const Call& call, std::int64_t count, const F& functor) {
-  return count == 0
-             ? Status()
-             : LaunchKernel(ForEachWrittenKernel<F>, GridOver(count, 128), call, functor, count);
-}
-#else
-template <class F>
-Status ForEachWritten(const Call& call, std::int64_t count, const F& functor) {
-  call.context->ParallelFor(count, 1024, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) functor(i);
-  });
-  return {};
-}
-#endif
 
 struct PutRows {
   const float* rows;
@@ -46,7 +23,7 @@ Status LaunchPut(const CallOf<Op>& call) {
   const Tensor& cache = InputOf(call, "cache"_name);
   if (cache.data != OutputOf(call, "cache_out"_name).data)
     return Status::Error("the cache has other memory than its output");
-  return ForEachWritten(
+  return ForEach(
       call, InputOf(call, "rows"_name).numel,
       PutRows{InputData<float>(call, "rows"_name), InputData<std::int64_t>(call, "position"_name),
               OutputData<float>(call, "cache_out"_name), cache.sizes[1], cache.sizes[0]});
@@ -67,11 +44,10 @@ struct ExchangeElements {
 // Exchanges two tensors, and returns their sum: an op that writes two inputs and has an output.
 template <class Op>
 Status LaunchExchange(const CallOf<Op>& call) {
-  return ForEachWritten(
-      call, InputOf(call, "a"_name).numel,
-      ExchangeElements{OutputData<float>(call, "a_out"_name), OutputData<float>(call, "b_out"_name),
-                       OutputData<float>(call, "sum"_name),
-                       AttributeOf<float>(call, "scale"_name)});
+  return ForEach(call, InputOf(call, "a"_name).numel,
+                 ExchangeElements{
+                     OutputData<float>(call, "a_out"_name), OutputData<float>(call, "b_out"_name),
+                     OutputData<float>(call, "sum"_name), AttributeOf<float>(call, "scale"_name)});
 }
 
 template <class T>
