@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "twinop/elementwise.h"
-#include "twinop/elementwise/cpu_copy.h"
 #include "twinop/elementwise/strided.h"
 #include "twinop/math/convert.h"
 
@@ -66,6 +65,92 @@ class Contiguous {
   const int outputs_, inputs_;
   const std::size_t size_;  // of an element
 };
+
+// ---------------------------------------------------------------------------------- copies
+
+// Runs below this length are copied by a loop: a call of memcpy takes longer.
+constexpr std::int64_t kShortRun = 16;
+
+// A position in the call's order of elements: the coordinates, innermost first.
+struct Position {
+  std::int64_t at[kMaxRank];
+
+  Position(std::int64_t element, int rank, const std::int64_t* sizes) {
+    for (int d = 0; d < rank; ++d) {
+      at[d] = element % sizes[d];
+      element /= sizes[d];
+    }
+  }
+  std::int64_t Offset(int rank, const std::int64_t* strides) const {
+    std::int64_t offset = 0;
+    for (int d = 0; d < rank; ++d) offset += at[d] * strides[d];
+    return offset;
+  }
+  // Moves to the next row; returns the distance in an operand's memory.
+  std::int64_t NextRow(int rank, const std::int64_t* sizes, const std::int64_t* strides) {
+    std::int64_t distance = -at[0] * strides[0];
+    at[0] = 0;
+    for (int d = 1; d < rank; ++d) {
+      distance += strides[d];
+      if (++at[d] < sizes[d]) break;
+      distance -= strides[d] * sizes[d];
+      at[d] = 0;
+    }
+    return distance;
+  }
+};
+
+// Elements of one size, whatever their type is.
+template <class Bits>
+struct [[gnu::may_alias]] Word {
+  Bits bits;
+};
+
+template <class Word>
+struct Fill {
+  template <Level kLevel>
+  TWINOP_INLINE static void Run(void* to, const void* value, std::int64_t count) {
+    const Word word = *static_cast<const Word*>(value);
+    for (std::int64_t i = 0; i < count; ++i) static_cast<Word*>(to)[i] = word;
+  }
+};
+template <class Word>
+void FillWith(void* to, const void* value, std::int64_t count) {
+  ByLevel<Fill<Word>, void(void*, const void*, std::int64_t)>::Choose()(to, value, count);
+}
+
+// Copies `count` elements from `position` on between an operand and a contiguous buffer.
+template <class Word, bool kGather>
+void Copy(void* operand, void* buffer, Position position, std::int64_t count, int rank,
+          const std::int64_t* sizes, const std::int64_t* strides) {
+  const std::int64_t stride = strides[0];
+  std::int64_t offset = position.Offset(rank, strides);
+  for (std::int64_t done = 0; done < count;) {
+    const std::int64_t length = std::min(count - done, sizes[0] - position.at[0]);
+    Word* const strided = static_cast<Word*>(operand) + offset;
+    Word* const dense = static_cast<Word*>(buffer) + done;
+    if (!kGather) {
+      for (std::int64_t i = 0; i < length; ++i) strided[i * stride] = dense[i];
+    } else if (stride == 0 && length >= kShortRun) {
+      FillWith<Word>(dense, strided, length);
+    } else if (stride == 1 && length >= kShortRun) {
+      std::memcpy(dense, strided, static_cast<std::size_t>(length) * sizeof(Word));
+    } else {
+      for (std::int64_t i = 0; i < length; ++i) dense[i] = strided[i * stride];
+    }
+    done += length;
+    offset += position.NextRow(rank, sizes, strides);
+  }
+}
+
+// Calls body(Tag<Word>) with the word of an element's size.
+template <class Body>
+void WithWord(std::size_t size, const Body& body) {
+  if (size == 1) return body(Tag<Word<std::uint8_t>>{});
+  if (size == 2) return body(Tag<Word<std::uint16_t>>{});
+  if (size == 4) return body(Tag<Word<std::uint32_t>>{});
+  return body(Tag<Word<std::uint64_t>>{});
+}
 
 // ---------------------------------------------------------------------------------- pieces
 
@@ -167,13 +252,7 @@ class BufferedCall {
   void Read(int k, const char* memory, const Position& position, std::int64_t count,
             char* buffer) const {
     alignas(64) char gathered[kPieceBytes];
-    if (memory == nullptr) {
-      void* const target = converts_[k] ? gathered : buffer;
-      WithWord(sizes_[k], [&](auto tag) {
-        Copy<typename decltype(tag)::Type, true>(data_[k], target, position, count, layout_.rank,
-                                                 layout_.sizes, layout_.strides[k]);
-      });
-    }
+    if (memory == nullptr) CopyOperand<true>(k, position, count, converts_[k] ? gathered : buffer);
     if (converts_[k])
       Widen(dtypes_[k], memory != nullptr ? memory : gathered, reinterpret_cast<float*>(buffer),
             count);
@@ -185,11 +264,14 @@ class BufferedCall {
     if (converts_[k])
       Round(dtypes_[k], reinterpret_cast<const float*>(buffer),
             memory != nullptr ? memory : rounded, count);
-    if (memory != nullptr) return;
-    void* const source = converts_[k] ? rounded : buffer;
+    if (memory == nullptr) CopyOperand<false>(k, position, count, converts_[k] ? rounded : buffer);
+  }
+
+  template <bool kGather>
+  void CopyOperand(int k, const Position& position, std::int64_t count, char* buffer) const {
     WithWord(sizes_[k], [&](auto tag) {
-      Copy<typename decltype(tag)::Type, false>(data_[k], source, position, count, layout_.rank,
-                                                layout_.sizes, layout_.strides[k]);
+      Copy<typename decltype(tag)::Type, kGather>(data_[k], buffer, position, count, layout_.rank,
+                                                  layout_.sizes, layout_.strides[k]);
     });
   }
 

@@ -11,6 +11,7 @@
 
 #include "twinop/elementwise.h"
 #include "twinop/elementwise/choices.h"
+#include "twinop/math/cpu.h"
 #include "twinop/primitives/cpu_features.h"
 
 namespace twinop::elementwise {
@@ -31,7 +32,7 @@ using LoopFunction = void(const void* functor, void* const* outputs, const void*
 
 struct Loop {
   // A whole number of blocks, or up to kFew elements, or any number if is_scalar.
-  const ByLevel<LoopFunction>& run;
+  LoopFunction* run;
   bool is_scalar;
 };
 
@@ -39,12 +40,7 @@ struct Loop {
 Status RunLoop(const Call& call, int outputs, int inputs, const Loop& loop, DType dtype,
                const void* functor);
 
-// Replaces any NaN by one NaN. An addition of two NaNs keeps the first operand's sign and payload,
-// and the compiler chooses for each loop and instruction set which operand is the first.
-template <class T>
-TWINOP_INLINE T OneNan(T value) {
-  return value == value ? value : std::numeric_limits<T>::quiet_NaN();
-}
+using twinop::OneNan;
 template <class T, int kCount>
 TWINOP_INLINE Results<T, kCount> OneNan(Results<T, kCount> results) {
   for (T& value : results.values) value = OneNan(value);
@@ -130,8 +126,10 @@ struct BlockLoop {
 };
 
 template <class F, class S, int kOutputs, int kInputs>
-inline constexpr Loop kLoop = {kByLevel<BlockLoop<F, S, kOutputs, kInputs>, LoopFunction>,
-                               kTuning<F>.is_scalar};
+Loop LoopOf() {
+  return {ByLevel<BlockLoop<F, S, kOutputs, kInputs>, LoopFunction>::Choose(),
+          kTuning<F>.is_scalar};
+}
 
 // The CPU launcher of functor F.
 template <template <class> class F, class AnyCall>
@@ -141,15 +139,15 @@ Status Run(const AnyCall& call) {
   static_assert(kInputs + kOutputs <= kMaxOperands);
   if (call.outputs[0].dtype == DType::kFloat64) {
     const auto functor = MakeFunctor<F<double>>(call);
-    return RunLoop(call, kOutputs, kInputs, kLoop<F<double>, double, kOutputs, kInputs>,
+    return RunLoop(call, kOutputs, kInputs, LoopOf<F<double>, double, kOutputs, kInputs>(),
                    DType::kFloat64, &functor);
   }
   const auto functor = MakeFunctor<F<float>>(call);
   bool is_bfloat16 = call.outputs[0].dtype == DType::kBFloat16;
   if constexpr (kMixed<AnyCall>.found)
     is_bfloat16 = is_bfloat16 && !IsMixed<kOutputs, kInputs>(call);
-  const Loop& loop = is_bfloat16 ? kLoop<F<float>, BFloat16, kOutputs, kInputs>
-                                 : kLoop<F<float>, float, kOutputs, kInputs>;
+  const Loop loop = is_bfloat16 ? LoopOf<F<float>, BFloat16, kOutputs, kInputs>()
+                                : LoopOf<F<float>, float, kOutputs, kInputs>();
   return RunLoop(call, kOutputs, kInputs, loop, is_bfloat16 ? DType::kBFloat16 : DType::kFloat32,
                  &functor);
 }

@@ -69,13 +69,13 @@ struct Rounding {
 void Widen(DType dtype, const void* from, float* to, std::int64_t count) {
   WithStorage(dtype, [&](auto tag) {
     using Body = Widening<typename decltype(tag)::Type>;
-    kByLevel<Body, void(const void*, float*, std::int64_t)>(from, to, count);
+    ByLevel<Body, void(const void*, float*, std::int64_t)>::Choose()(from, to, count);
   });
 }
 void Round(DType dtype, const float* from, void* to, std::int64_t count) {
   WithStorage(dtype, [&](auto tag) {
     using Body = Rounding<typename decltype(tag)::Type>;
-    kByLevel<Body, void(const float*, void*, std::int64_t)>(from, to, count);
+    ByLevel<Body, void(const float*, void*, std::int64_t)>::Choose()(from, to, count);
   });
 }
 

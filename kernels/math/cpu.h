@@ -7,6 +7,13 @@
 
 namespace twinop {
 
+// Replaces any NaN by one NaN. An addition of two NaNs keeps the first operand's sign and payload,
+// and the compiler chooses for each loop and instruction set which operand is the first.
+template <class T>
+TWINOP_INLINE T OneNan(T value) {
+  return value == value ? value : kNaN<T>;
+}
+
 // 1 / (1 + z) for z in [0, 1].
 template <class T>
 TWINOP_INLINE T InverseOfOnePlus(T z) {

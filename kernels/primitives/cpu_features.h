@@ -43,21 +43,11 @@ inline Level CpuLevel() {
 }
 
 // One function compiled for each level. Body::Run<level>(arguments...) must be always_inline.
-template <class Function>
-struct ByLevel;
-template <class... Arguments>
-struct ByLevel<void(Arguments...)> {
-  void (*functions[2])(Arguments...);
-
-  // Returns the function for this processor.
-  auto Choose() const { return functions[CpuLevel() == Level::kAvx512]; }
-  void operator()(Arguments... arguments) const { Choose()(arguments...); }
-};
-
+// Choose() returns the function for this processor.
 template <class Body, class Function>
-struct LevelFunctions;
+struct ByLevel;
 template <class Body, class... Arguments>
-struct LevelFunctions<Body, void(Arguments...)> {
+struct ByLevel<Body, void(Arguments...)> {
 #if defined(__x86_64__)
   TWINOP_TARGET_AVX2 static void Avx2(Arguments... arguments) {
     Body::template Run<Level::kAvx2>(arguments...);
@@ -65,15 +55,13 @@ struct LevelFunctions<Body, void(Arguments...)> {
   TWINOP_TARGET_AVX512 static void Avx512(Arguments... arguments) {
     Body::template Run<Level::kAvx512>(arguments...);
   }
-  static constexpr ByLevel<void(Arguments...)> kByLevel = {{ Avx2, Avx512 }};
+  static auto Choose() { return CpuLevel() == Level::kAvx512 ? Avx512 : Avx2; }
 #else
   static void Portable(Arguments... arguments) {
     Body::template Run<Level::kPortable>(arguments...);
   }
-  static constexpr ByLevel<void(Arguments...)> kByLevel = {{Portable, Portable}};
+  static auto Choose() { return Portable; }
 #endif
 };
-template <class Body, class Function>
-inline constexpr const ByLevel<Function>& kByLevel = LevelFunctions<Body, Function>::kByLevel;
 
 }  // namespace twinop

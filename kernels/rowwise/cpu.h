@@ -231,7 +231,7 @@ class RowRunner {
       }
       body.kept[0] = body.out[0];
       tail.kept[0] = tail.out[0];
-      kRowLoop<F, T>(arguments_.FunctorOf(initial_, first + r), row_);
+      loop_(arguments_.FunctorOf(initial_, first + r), row_);
     }
     for (int k = 0; k < F::kRowOutputs; ++k) {
       if (!IsWritten(k)) continue;
@@ -252,18 +252,14 @@ class RowRunner {
   const bool is_direct_;
   std::int64_t pitch_;  // elements from one row of a buffer to the next
   Row<F, T> row_{};
+  void (*const loop_)(const F&, const Row<F, T>&) =
+      ByLevel<RowLoop<F, T>, void(const F&, const Row<F, T>&)>::Choose();
   const T* limits_[kRowInputs<F>] = {};  // the ends of this thread's rows
   alignas(64) T mask_[kLanes];
   alignas(64) T tails_[kSums + F::kColumnReductions + 1][kLanes] = {};
   Buffer buffers_[kRowInputs<F> + F::kRowOutputs], column_buffers_[kColumnInputs<F> + 1];
   Buffer kept_[kRowInputs<F>], fused_, unused_[F::kColumnReductions + 1];
 };
-
-template <class F, class T>
-void RunBlocks(const F& functor, const Operands<F, T>& operands, std::int64_t begin,
-               std::int64_t end, T* sums) {
-  RowRunner<F, T>(functor, operands, sums).Run(begin, end);
-}
 
 // ---------------------------------------------------------------------------------- a call
 
@@ -288,8 +284,8 @@ void SumColumns(const Call& call, const F& functor, const Operands<F, T>& operan
                               [&](std::int64_t begin, std::int64_t end) {
                                 for (std::int64_t g = begin; g < end; ++g) {
                                   std::fill_n(partials + g * size, size, T(0));
-                                  RunBlocks(functor, operands, rows.count * g / groups,
-                                            rows.count * (g + 1) / groups, partials + g * size);
+                                  RowRunner<F, T>(functor, operands, partials + g * size)
+                                      .Run(rows.count * g / groups, rows.count * (g + 1) / groups);
                                 }
                               });
   }
@@ -329,7 +325,7 @@ Status RunOnPool(const CallOf<Op>& call) {
   const std::int64_t blocks = BlockCount(rows);
   call.context->ParallelFor(blocks, Grain(rows.columns * (rows.count / blocks)),
                             [&](std::int64_t begin, std::int64_t end) {
-                              RunBlocks<F, T>(functor, operands, begin, end, nullptr);
+                              RowRunner<F, T>(functor, operands, nullptr).Run(begin, end);
                             });
   return {};
 }

@@ -220,7 +220,4 @@ struct RowLoop {
   }
 };
 
-template <class F, class T>
-inline constexpr const auto& kRowLoop = kByLevel<RowLoop<F, T>, void(const F&, const Row<F, T>&)>;
-
 }  // namespace twinop::rowwise

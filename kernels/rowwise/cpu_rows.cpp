@@ -6,26 +6,10 @@
 #include "twinop/math/numeric.h"
 
 namespace twinop::rowwise {
-namespace {
-
-void Read(DType dtype, const void* from, float* to, std::int64_t count) {
-  Widen(dtype, from, to, count);
-}
-void Read(DType, const void* from, double* to, std::int64_t count) {
-  std::copy_n(static_cast<const double*>(from), count, to);
-}
-void Write(DType dtype, const float* from, void* to, std::int64_t count) {
-  Round(dtype, from, to, count);
-}
-void Write(DType, const double* from, void* to, std::int64_t count) {
-  std::copy_n(from, count, static_cast<double*>(to));
-}
-
-}  // namespace
 
 template <class T>
 void ReadRows(DType dtype, const void* from, const RowBlock& block, T* to, std::int64_t pitch) {
-  if (block.inner == 1) return Read(dtype, from, to, block.columns);
+  if (block.inner == 1) return Widen(dtype, from, to, block.columns);
   const auto* const bytes = static_cast<const char*>(from);
   const std::int64_t step = block.inner * static_cast<std::int64_t>(Info(dtype).size);
   alignas(64) T converted[kMaxBlockRows];
@@ -34,7 +18,7 @@ void ReadRows(DType dtype, const void* from, const RowBlock& block, T* to, std::
     if (dtype == DTypeOf<T>()) {
       column = reinterpret_cast<const T*>(bytes + c * step);
     } else {
-      Read(dtype, bytes + c * step, converted, block.count);
+      Widen(dtype, bytes + c * step, converted, block.count);
     }
     for (std::int64_t r = 0; r < block.count; ++r) to[r * pitch + c] = column[r];
   }
@@ -42,7 +26,7 @@ void ReadRows(DType dtype, const void* from, const RowBlock& block, T* to, std::
 
 template <class T>
 void WriteRows(DType dtype, const T* from, std::int64_t pitch, const RowBlock& block, void* to) {
-  if (block.inner == 1) return Write(dtype, from, to, block.columns);
+  if (block.inner == 1) return Round(dtype, from, to, block.columns);
   auto* const bytes = static_cast<char*>(to);
   const std::int64_t step = block.inner * static_cast<std::int64_t>(Info(dtype).size);
   alignas(64) T converted[kMaxBlockRows];
@@ -50,7 +34,7 @@ void WriteRows(DType dtype, const T* from, std::int64_t pitch, const RowBlock& b
     const bool is_direct = dtype == DTypeOf<T>();
     T* const column = is_direct ? reinterpret_cast<T*>(bytes + c * step) : converted;
     for (std::int64_t r = 0; r < block.count; ++r) column[r] = from[r * pitch + c];
-    if (!is_direct) Write(dtype, converted, bytes + c * step, block.count);
+    if (!is_direct) Round(dtype, converted, bytes + c * step, block.count);
   }
 }
 

@@ -27,6 +27,8 @@ struct Owned {
   LtStatus (*destroy)(Description);
   Description value = nullptr;
 
+  explicit Owned(LtStatus (*destroy)(Description)) : destroy(destroy) {}
+  Owned(const Owned&) = delete;
   ~Owned() {
     if (value != nullptr) destroy(value);
   }
@@ -49,26 +51,12 @@ struct GemmKey {
 
 // An algorithm, and the layouts of its matrices.
 struct Plan {
-  explicit Plan(const CublasLt& lt) : lt(lt) {}
-  Plan(const Plan&) = delete;
-  ~Plan() {
-    for (LtLayout layout : {weight, x, y})
-      if (layout != nullptr) lt.LayoutDestroy(layout);
-  }
+  explicit Plan(const CublasLt& lt)
+      : weight(lt.LayoutDestroy), x(lt.LayoutDestroy), y(lt.LayoutDestroy) {}
 
-  const CublasLt& lt;
   bool found = false;
   LtHeuristicResult heuristic{};
-  LtLayout weight = nullptr, x = nullptr, y = nullptr;
-};
-
-// The memory of a product, except C.
-struct Memory {
-  const void* weight;
-  const void* x;
-  void* y;
-  void* workspace;
-  cudaStream_t stream;
+  Owned<LtLayout> weight, x, y;
 };
 
 inline LtType LtTypeOf(DType dtype) {
@@ -111,20 +99,6 @@ inline Status Describe(const CublasLt& lt, const GemmKey& key, const GemmBuffers
   return set(kLtScalePointerB, at.x_scale.data);
 }
 
-inline LtStatus Run(const CublasLt& lt, LtHandle handle, LtProduct product, const GemmKey& key,
-                    const Plan& plan, const Memory& at, const void* c) {
-  static constexpr double kScales64[] = {0, 1};
-  static constexpr float kScales32[] = {0, 1};
-  const auto scale = [&](bool one) {
-    return key.result == DType::kFloat64 ? static_cast<const void*>(&kScales64[one])
-                                         : &kScales32[one];
-  };
-  return lt.Multiply(handle, product, scale(true), at.weight, plan.weight, at.x, plan.x,
-                     scale(key.has_c), key.has_c ? c : at.y, plan.y, at.y, plan.y,
-                     &plan.heuristic.algorithm, at.workspace, plan.heuristic.workspace_bytes,
-                     at.stream);
-}
-
 // The plans of one device. A plan is made when its key first occurs.
 class Plans {
  public:
@@ -150,9 +124,9 @@ class Plans {
  private:
   // Makes the layout of a column-major matrix.
   static Status Layout(const CublasLt& lt, DType dtype, std::int64_t rows, std::int64_t columns,
-                       LtLayout* layout) {
+                       Owned<LtLayout>* layout) {
     TWINOP_RETURN_IF_LT_ERROR(
-        lt, LayoutCreate(layout, LtTypeOf(dtype), static_cast<std::uint64_t>(rows),
+        lt, LayoutCreate(&layout->value, LtTypeOf(dtype), static_cast<std::uint64_t>(rows),
                          static_cast<std::uint64_t>(columns), rows));
     return {};
   }
@@ -162,7 +136,7 @@ class Plans {
     TWINOP_RETURN_IF_ERROR(Layout(lt, key.operands, is_kn ? n : k, is_kn ? k : n, &plan->weight));
     TWINOP_RETURN_IF_ERROR(Layout(lt, key.operands, k, m, &plan->x));
     TWINOP_RETURN_IF_ERROR(Layout(lt, key.result, n, m, &plan->y));
-    Owned<LtPreference> preference{lt.PreferenceDestroy};
+    Owned<LtPreference> preference(lt.PreferenceDestroy);
     TWINOP_RETURN_IF_LT_ERROR(lt, PreferenceCreate(&preference.value));
     const auto set = [&](int attribute, auto value) {
       return LtResult(lt, lt.PreferenceSet(preference.value, attribute, &value, sizeof(value)),
@@ -173,8 +147,9 @@ class Plans {
     for (int i = 0; i < kLtOperands; ++i)
       TWINOP_RETURN_IF_ERROR(set(kLtAlignments + i, static_cast<std::uint32_t>(kAlignment)));
     int count = 0;
-    const LtStatus status = lt.Heuristic(handle_, product, plan->weight, plan->x, plan->y, plan->y,
-                                         preference.value, 1, &plan->heuristic, &count);
+    const LtStatus status =
+        lt.Heuristic(handle_, product, plan->weight.value, plan->x.value, plan->y.value,
+                     plan->y.value, preference.value, 1, &plan->heuristic, &count);
     plan->found = status == 0 && count > 0 && plan->heuristic.status == 0;
     return {};
   }
@@ -199,17 +174,26 @@ inline Status Multiply(const Call& call, const GemmBuffers& at, const Sizes& siz
   TWINOP_RETURN_IF_ERROR(GetCublasLt(&found));
   const CublasLt& lt = *found;
   const GemmKey key{sizes, at.operands, result, at.x_scale.data != nullptr, c != nullptr, epilogue};
-  Owned<LtProduct> product{lt.ProductDestroy};
+  Owned<LtProduct> product(lt.ProductDestroy);
   TWINOP_RETURN_IF_ERROR(Describe(lt, key, at, &product));
-  const Memory memory{at.weight.data, at.x.data, y, at.workspace,
-                      static_cast<cudaStream_t>(call.context->stream)};
   LtHandle handle = nullptr;
   std::shared_ptr<const Plan> plan;
   TWINOP_RETURN_IF_ERROR(
       PlansOf(call.context->device_index).Find(lt, key, product.value, &handle, &plan));
   *done = plan->found;
   if (!plan->found) return {};
-  return LtResult(lt, Run(lt, handle, product.value, key, *plan, memory, c), "the product");
+  static constexpr double kScales64[] = {0, 1};
+  static constexpr float kScales32[] = {0, 1};
+  const auto scale = [result](bool one) {
+    return result == DType::kFloat64 ? static_cast<const void*>(&kScales64[one]) : &kScales32[one];
+  };
+  const LtHeuristicResult& chosen = plan->heuristic;
+  return LtResult(lt,
+                  lt.Multiply(handle, product.value, scale(true), at.weight.data,
+                              plan->weight.value, at.x.data, plan->x.value, scale(key.has_c),
+                              key.has_c ? c : y, plan->y.value, y, plan->y.value, &chosen.algorithm,
+                              at.workspace, chosen.workspace_bytes, call.context->stream),
+                  "the product");
 }
 
 }  // namespace twinop::linear

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
+#include "twinop/math/cpu.h"
 #include "twinop/ops/rope/params.h"
 #include "twinop/primitives/cpu_features.h"
 
@@ -15,13 +15,6 @@ inline constexpr std::int64_t kGrainElements = 1 << 15;
 // Pairs in a buffer. For 16-bit types, the compiler vectorises three loops that convert, rotate and
 // round, but not one loop that does all three.
 inline constexpr std::int64_t kBlock = 64;
-
-// Makes every NaN the same. The sum of two may be either of them: the compiler chooses for each
-// instruction set.
-template <class Number>
-TWINOP_INLINE Number OneNan(Number value) {
-  return value == value ? value : std::numeric_limits<Number>::quiet_NaN();
-}
 
 // Reads cos and sin of `count` pairs.
 template <class Number>
@@ -128,8 +121,8 @@ Status Run(const CallOf<Op>& call) {
         InputData<Table>(call, "cos"_name),
         InputData<Table>(call, "sin"_name),
         ReadAnglesOf<Compute<T>, Table>};
-    Function* const rotate = p.is_interleaved ? kByLevel<RotateTokens<T, true>, Function>.Choose()
-                                              : kByLevel<RotateTokens<T, false>, Function>.Choose();
+    Function* const rotate = p.is_interleaved ? ByLevel<RotateTokens<T, true>, Function>::Choose()
+                                              : ByLevel<RotateTokens<T, false>, Function>::Choose();
     const std::int64_t width = (p.q_heads + p.k_heads) * p.head_size;
     const std::int64_t grain = kGrainElements / std::max<std::int64_t>(width, 1) + 1;
     call.context->ParallelFor(p.tokens, grain, [&](std::int64_t begin, std::int64_t end) {
