@@ -23,9 +23,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu")
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
-def model_of(nodes: list[Any], x: list[Any], constants: dict[str, torch.Tensor]) -> onnx.ModelProto:
-    """A model of a chain of nodes from x to y."""
-    kind = ELEMENT_TYPES[str(next(iter(constants.values())).dtype).removeprefix("torch.")]
+def model_of(
+    nodes: list[Any], x: list[Any], constants: dict[str, torch.Tensor], kind: int | None = None
+) -> onnx.ModelProto:
+    """A model of a chain of nodes from x to y, of ONNX's type `kind` or that of the first constant."""
+    kind = kind or ELEMENT_TYPES[str(next(iter(constants.values())).dtype).removeprefix("torch.")]
     inputs = [helper.make_tensor_value_info("x", kind, x)]
     outputs = [helper.make_tensor_value_info("y", kind, None)]
     values = [numpy_helper.from_array(tensor.numpy(), name) for name, tensor in constants.items()]

@@ -33,6 +33,12 @@ HALVES = (torch.float16, torch.bfloat16)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
+def moved(tensor: torch.Tensor, by: int = 1) -> torch.Tensor:
+    """Copies the tensor to `by` elements after an aligned address."""
+    memory = torch.empty(tensor.numel() + by, dtype=tensor.dtype, device=tensor.device)
+    return memory[by:].view(tensor.shape).copy_(tensor)
+
+
 def combinations(records: Mapping[str, OpSpec]) -> list[Any]:
     """Returns (record, dtypes) for every dtype combination of every op: a list for `parametrize`."""
     return [

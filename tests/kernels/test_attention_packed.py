@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from linear_calls import random
-from samples import DEVICES, RECORDS
+from samples import DEVICES, RECORDS, moved
 
 from twinop import torch_op
 from twinop.errors import TwinopError
@@ -60,10 +60,10 @@ def test_values(size: int, dtype: torch.dtype, device: str) -> None:
         bias = biases[tokens % 3]
         causal = tokens % 2 == 0
         given = bias if bias is None else bias.to(device)
-        moved = torch.empty(qkv.numel() + 1, dtype=dtype, device=device)[1:].view(qkv.shape)
-        moved.copy_(qkv)  # in memory that no vector is aligned in
+        on_device = qkv.to(device)
         y, z = (
-            torch_op.attention_packed(each, given, heads, 0.25, causal) for each in (qkv.to(device), moved)
+            torch_op.attention_packed(each, given, heads, 0.25, causal)
+            for each in (on_device, moved(on_device))  # in memory that no vector is aligned in
         )
         assert_close(y, exact(qkv, bias, heads, 0.25, causal), ROUNDING[dtype], (batch, tokens))
         assert device == "cpu" or torch.equal(y, z), (batch, tokens)  # torch's own products differ
@@ -160,9 +160,6 @@ def test_errors_of_onnxruntime_on_the_cpu(of_qkv: Any, of_bias: Any, message: st
         ((2, 5, 24), (3, 1, 1, 5), 2, r"bias is for 3 sequences; expected 1, for all, or 2"),
         ((2, 5, 24), (1, 3, 1, 5), 2, r"bias is for 3 heads; expected 1, for all, or 2"),
         ((2, 5, 24), (1, 1, 2, 5), 2, r"bias is for 2 queries; expected 1, for all, or 5"),
-        ((2, 5, 24), (1, 1, 1, 4), 2, r"bias"),
-        ((2, 5, 25), None, 1, r"qkv"),
-        ((2, 5, 24), None, 0, r"heads"),
     ],
 )
 def test_errors(

@@ -65,17 +65,21 @@ WATCHED = pytest.param((64, 1000), marks=(pytest.mark.sanitizer, pytest.mark.tor
 def test_each_waits_for_the_one_before(shape: tuple[int, int]) -> None:
     """Each kernel waits, on a side stream and in a CUDA graph. New inputs in each run reveal stale values."""
     expected = [chain(*numbers(shape, seed), synchronized=True) for seed in range(4)]
-    stream = torch.cuda.Stream()
+    check(chain, shape, expected, torch.cuda.Stream())
+
+
+def check(run: Step, shape: tuple[int, int], expected: list[Tensor], stream: torch.cuda.Stream) -> None:
+    """Runs with the numbers of each seed, on a stream and in a graph."""
     with torch.cuda.stream(stream):
-        for seed in range(4):
-            found = chain(*numbers(shape, seed))
-            stream.synchronize()
-            assert_same_bits(found, expected[seed], f"on a stream, seed {seed}")
+        for seed, wanted in enumerate(expected):
+            found = run(*numbers(shape, seed))
+            torch.cuda.synchronize()
+            assert_same_bits(found, wanted, f"on a stream, seed {seed}")
     x, w = numbers(shape, 9)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = chain(x, w)
-    for seed in [0, 1, 2, 3] * 3:
+        found = run(x, w)
+    for seed in [*range(len(expected))] * 3:
         for old, new in zip((x, w), numbers(shape, seed), strict=True):
             old.copy_(new)
         graph.replay()
@@ -111,16 +115,4 @@ def test_streams_that_part_and_meet() -> None:
             x = torch_op.rms_norm(torch_op.add(left, right))
             torch.cuda.synchronize()
         expected.append(x)
-        found = forked(*numbers(shape, seed))
-        torch.cuda.synchronize()
-        assert_same_bits(found, x, f"seed {seed}")
-    x, w = numbers(shape, 9)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = forked(x, w)
-    for seed in [0, 1, 2] * 3:
-        for old, new in zip((x, w), numbers(shape, seed), strict=True):
-            old.copy_(new)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_same_bits(found, expected[seed], f"in a graph, seed {seed}")
+    check(forked, shape, expected, torch.cuda.current_stream())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from linear_calls import random
-from samples import ALL, DEVICES
+from samples import ALL, DEVICES, moved
 
 from twinop import torch_op
 from twinop.libraries.library import find_library
@@ -33,7 +33,7 @@ def test_values(dtype: torch.dtype, columns: int, device: str) -> None:
         weight, bias = (random(columns + i, dtype=dtype).to(device)[i:] for i in (0, 1))
         ids = torch.arange(batch * length, device=device).view(batch, length) * 7 % (2 * ENTRIES) - ENTRIES
         wider = torch.cat([table, table], 1)[:, :columns]
-        shifted = torch.cat([table.new_zeros(1), table.flatten()])[1:].view(table.shape)
+        shifted = moved(table)
         y, total = exact(table, ids, rows, weight, bias)
         for given, chosen in ((table, ids), (wider, ids.int()), (shifted, ids.repeat(1, 2)[:, :length])):
             found = torch_op.embed_layer_norm(given, chosen, rows, weight, bias)
@@ -64,7 +64,7 @@ def test_ids_outside_of_the_table(dtype: torch.dtype, columns: int, device: str)
         random(1, 9, columns, dtype=dtype).to(device),
     )
     weight = random(columns, dtype=dtype).to(device)
-    shifted = torch.cat([table.new_zeros(1), table.flatten()])[1:].view(table.shape)
+    shifted = moved(table)
     right = torch.tensor([[0, 1, 2, 3, 4, -1, -ENTRIES, ENTRIES - 1, 5]], device=device)
     for kind, wrong in ((torch.int64, WRONG), (torch.int32, WRONG[:4])):
         ids = right.to(kind).repeat(2, 1)

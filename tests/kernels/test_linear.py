@@ -2,12 +2,11 @@
 
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import onnx.inliner
 import pytest
 import torch
-from linear_calls import ACTIVATIONS, linear_node, model_of, random
+from linear_calls import linear_node, model_of, random
 from record_driver import compiler
 from samples import ALL, DEVICES
 from torch.nn import functional as F
@@ -23,39 +22,6 @@ LIBRARY = find_library("custom_ops")
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max())
-
-
-# ---------------------------------------------------------------------------- values
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_the_gate_comes_first(activation: str, device: str) -> None:
-    x, gate, others = (
-        random(3, 7, device=device),
-        random(5, 7, device=device),
-        random(5, 7, device=device) + 1,
-    )
-    expected = ACTIVATIONS[activation](x.double() @ gate.double().mT) * (x.double() @ others.double().mT)
-    packed = torch.cat([gate, others])
-    assert relative(torch_op.linear_swiglu(x, packed, activation=activation), expected) < 1e-5
-    found = torch_op.linear_swiglu(x, packed.mT, activation=activation, layout="kn")
-    assert relative(found, expected) < 1e-5
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_empty_products(dtype: torch.dtype, device: str) -> None:
-    """Without columns of x, a row is activation(bias). Without rows of the weight, there is nothing."""
-    options: Any = {"dtype": dtype, "device": device}
-    bias, residual = random(5, **options), random(3, 5, **options)
-    x, weight = torch.empty(3, 0, **options), torch.empty(5, 0, **options)
-    assert torch.equal(torch_op.linear(x, weight), torch.zeros(3, 5, **options))
-    assert torch.equal(torch_op.linear(x, weight, bias, activation="relu"), bias.relu().expand(3, 5))
-    assert torch.equal(torch_op.linear(x, weight, None, residual), residual)
-    assert torch_op.linear(random(3, 4, **options), torch.empty(0, 4, **options)).shape == (3, 0)
-    assert torch_op.linear(random(0, 4, **options), random(5, 4, **options)).shape == (0, 5)
-    assert torch_op.linear_swiglu(x, torch.empty(4, 0, **options)).abs().max() == 0
 
 
 # ---------------------------------------------------------------------------- errors

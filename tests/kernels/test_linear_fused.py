@@ -4,6 +4,7 @@ import pytest
 import torch
 from gpu_code import needs_hopper_kernels
 from linear_calls import ACTIVATIONS, linear_node, model_of, random
+from samples import moved
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -96,11 +97,7 @@ def test_two_kernels_do_the_rest(m: int, n: int, k: int, dtype: torch.dtype) -> 
 def test_operands_that_are_not_aligned(gated: bool, activation: str) -> None:
     """They give the bits of aligned ones."""
     given = tensors(gated, dtype=torch.bfloat16, device="cuda")
-    moved = []
-    for tensor in given:
-        place = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")[1:].view(tensor.shape)
-        moved.append(place.copy_(tensor))
-    assert torch.equal(call(gated, activation, moved), call(gated, activation, given))
+    assert torch.equal(call(gated, activation, list(map(moved, given))), call(gated, activation, given))
 
 
 @pytest.mark.parametrize(("gated", "activation"), CASES)

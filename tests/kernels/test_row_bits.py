@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from same_bits import assert_same_bits
+from samples import moved
 from torch import Tensor
 
 from twinop import torch_op
@@ -30,12 +31,6 @@ DTYPES = {
 
 def most(columns: int) -> int:
     return 700 if columns < 20000 else 301
-
-
-def moved(tensor: Tensor, by: int) -> Tensor:
-    """Copies the tensor to `by` elements after an aligned address."""
-    memory = torch.empty(tensor.numel() + by, dtype=tensor.dtype, device=tensor.device)
-    return memory[by:].view(tensor.shape).copy_(tensor)
 
 
 def rows_of(count: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from same_bits import assert_same_bits
-from samples import ALL, RECORDS, library_of, make_sample, run_in_torch, samples, values
+from samples import ALL, RECORDS, library_of, make_sample, moved, run_in_torch, samples, values
 
 from twinop import torch_op
 from twinop.record.op_spec import OpSpec
@@ -98,12 +98,6 @@ def test_attention_over_a_cache(size: int) -> None:
             torch.testing.assert_close(a.cpu(), e, rtol=2e-2, atol=2e-2)
 
 
-def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies the tensor to one element after an aligned address."""
-    buffer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    return buffer[1:].view(tensor.shape).copy_(tensor)
-
-
 @pytest.mark.parametrize("record", watched(ALL), ids=list(ALL))
 def test_through_torch(record: OpSpec) -> None:
     """Alignment does not change the bits of forward and backward ops.
@@ -115,6 +109,6 @@ def test_through_torch(record: OpSpec) -> None:
         aligned = make_sample(record, dtypes, shape, 1, tame=True).to("cuda", record.host_inputs)
         call = getattr(ops, record.functional_name)
         expected = as_tuple(call(*aligned.inputs.values()))
-        actual = as_tuple(call(*aligned.map(misaligned).inputs.values()))
+        actual = as_tuple(call(*aligned.map(moved).inputs.values()))
         for a, e in zip(actual, expected, strict=True):
             assert_same_bits(a.cpu(), e.cpu(), f"{record.name} {shape}")

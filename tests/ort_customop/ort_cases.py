@@ -297,51 +297,37 @@ def attribute_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
 
 def error_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
     """Failures while a model runs: the op, its inputs with dtype and shape, and the reason."""
-    number = torch.tensor(1.0)
-    record = records["double_and_sum"]
-    cases.add(
-        "double_and_sum of a scalar",
-        one_node(record, record.combinations[0], Sample({"x": number})),
-        [({"x": number}, {})],
-        error=r"node 'the_double_and_sum_of_x' \(CPU\): .*\(x: float32\[\]\): .*at least one dimension",
-    )
-    x = torch.ones(100_000, 1)
-    cases.add(
-        "scratch memory is given back",
-        one_node(record, record.combinations[0], Sample({"x": x})),
-        [({"x": x}, {})],
-        repeat=True,
-    )
-    record = records["pad_affine"]
     x, weight = values((2, 3), torch.float32, 1), values((4,), torch.float32, 1)
-    cases.add(
-        "pad_affine with a weight too long",
-        one_node(record, record.combinations[0], Sample({"x": x, "weight": weight, "bias": None})),
-        [({"x": x, "weight": weight}, {})],
-        error=r"\(x: float32\[2, 3\], weight: float32\[4\], bias: absent\): weight and bias must have one",
-    )
-    record = records["layer_norm"]
-    cases.add(
-        "layer_norm with a weight too short",
-        one_node(record, record.combinations[0], Sample({"x": x, "weight": weight[:2], "bias": None})),
-        [({"x": x, "weight": weight[:2]}, {})],
-        error=r"the_layer_norm_of_x.*\(x: float32\[2, 3\], weight: float32\[2\], bias: absent\): weight has "
-        r"shape \[2\], expected x\[axis:\] = \[3\]",
-    )
-    record = records["swiglu_packed"]
-    cases.add(
-        "swiglu_packed of an odd width",
-        one_node(record, record.combinations[0], Sample({"x": x})),
-        [({"x": x}, {})],
-        error=r"x has shape \[2, 3\], expected x\[:-1\] \+ \[x\[-1\] // 2 \* 2\] = \[2, 2\]",
-    )
-    record = records["swiglu"]
-    cases.add(
-        "swiglu of two shapes",
-        one_node(record, record.combinations[0], Sample({"x": x, "gate": weight})),
-        [({"x": x, "gate": weight}, {})],
-        error=r"the inputs must have one shape: x has \[2, 3\], gate has \[4\]",
-    )
+    wrong: dict[str, tuple[dict[str, Any], str]] = {
+        "double_and_sum": (
+            {"x": x[0, 0]},
+            r"node 'the_double_and_sum_of_x' \(CPU\): .*\(x: float32\[\]\): .*at least one dimension",
+        ),
+        "pad_affine": (
+            {"x": x, "weight": weight, "bias": None},
+            r"\(x: float32\[2, 3\], weight: float32\[4\], bias: absent\): weight and bias must have one",
+        ),
+        "layer_norm": (
+            {"x": x, "weight": weight[:2], "bias": None},
+            r"the_layer_norm_of_x.*\(x: float32\[2, 3\], weight: float32\[2\], bias: absent\): weight has "
+            r"shape \[2\], expected x\[axis:\] = \[3\]",
+        ),
+        "swiglu_packed": (
+            {"x": x},
+            r"x has shape \[2, 3\], expected x\[:-1\] \+ \[x\[-1\] // 2 \* 2\] = \[2, 2\]",
+        ),
+        "swiglu": (
+            {"x": x, "gate": weight},
+            r"the inputs must have one shape: x has \[2, 3\], gate has \[4\]",
+        ),
+    }
+    for op, (inputs, message) in wrong.items():
+        sample = Sample(inputs)
+        model = one_node(records[op], records[op].combinations[0], sample)
+        cases.add(f"{op} of wrong inputs", model, [(sample.tensors(), {})], error=message)
+    record, x = records["double_and_sum"], torch.ones(100_000, 1)
+    model = one_node(record, record.combinations[0], Sample({"x": x}))
+    cases.add("scratch memory is given back", model, [({"x": x}, {})], repeat=True)
 
 
 def all_cases() -> Cases:

@@ -238,24 +238,3 @@ def test_batches_of_operands_broadcast_as_in_torch(a: Any, b: Any, dims: Any) ->
         assert torch.equal(result, expected)
     with pytest.raises(RuntimeError, match="do not broadcast"):
         torch.func.vmap(torch_op.add)(torch.randn(5, 3), torch.randn(5, 4))
-
-
-# ----------------------------------------------------------------------------- dtypes
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_fp32_weights_beside_16_bit_rows(dtype: torch.dtype, device: str) -> None:
-    x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
-    x, weight, bias = (
-        x.to(device, dtype).requires_grad_(),
-        *(t.to(device).requires_grad_() for t in (weight, bias)),
-    )
-    for pair in ((weight, bias), (weight, None), (None, bias), (None, None)):
-        y = torch_op.layer_norm(x, *pair)
-        wide = torch_op.layer_norm(x.float(), *pair)
-        assert y.dtype == dtype and torch.equal(y, wide.to(dtype))
-        wanted = [x, *(t for t in pair if t is not None)]
-        grads = torch.autograd.grad(y.float().square().sum(), wanted)
-        assert [grad.dtype for grad in grads] == [tensor.dtype for tensor in wanted]
-        assert [grad.shape for grad in grads] == [tensor.shape for tensor in wanted]
