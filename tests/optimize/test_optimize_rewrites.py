@@ -13,48 +13,124 @@ from twinop.optimize import merge_linear
 from twinop.optimize.graph import RewriteContext
 from twinop.optimize.linear import activation_of
 
-UNARY = "(float[N, 6, 8] x) => (float[N, 6, 8] y)"
-
-GELUS = {
-    "ONNX": "y = Gelu (x)",
-    "erf, halved first": "a = Div (x, root) b = Erf (a) c = Add (b, one) d = Mul (x, half) y = Mul (d, c)",
-    "erf, halved last": "a = Mul (x, inverse) b = Erf (a) c = Add (one, b) d = Mul (x, c) y = Mul (d, half)",
-    "erf, halved sum": "a = Div (x, root) b = Erf (a) c = Add (b, one) d = Mul (c, half) y = Mul (x, d)",
-    "tanh, power": (
-        "a = Pow (x, three) b = Mul (a, small) c = Add (x, b) d = Mul (c, factor) e = Tanh (d)"
-        " f = Add (e, one) g = Mul (x, half) y = Mul (g, f)"
-    ),
-    "tanh, products": (
-        "a = Mul (x, x) b = Mul (a, small) c = Add (b, one) d = Mul (x, factor) e = Mul (d, c) f = Tanh (e)"
-        " g = Add (one, f) h = Mul (half, x) y = Mul (h, g)"
-    ),
-}
+UNARY, LINEAR = (f"(float[N, 6, 8] x) => (float[N, 6, {columns}] y)" for columns in (8, 5))
 NUMBERS = {
-    "root": 2**0.5, "inverse": 0.5**0.5, "one": 1, "half": 0.5, "three": 3, "small": 0.044715,
+    "root": 2**0.5, "inverse": 0.5**0.5, "one": 1, "half": 0.5, "two": 2, "three": 3, "small": 0.044715,
     "factor": (2 / np.pi) ** 0.5, "quick": 1.702,
 }  # fmt: skip
-SCALARS = {name: np.array(number, np.float32) for name, number in NUMBERS.items()}
+MATRIX = {"w": weights(8, 5), "t": weights(5, 8), "bias": weights(5, seed=1), "row": weights(1, 1, 5)}
+GIVEN = MATRIX | {name: np.array(number, np.float32) for name, number in NUMBERS.items()} | {
+    "v": weights(8, 8), "kernel": weights(4, 4, 1, 1), "batched": weights(3, 8, 5), "empty": weights(8, 0),
+    "to2": np.array([-1, 8]), "to3": np.array([-1, 6, 5]),
+}  # fmt: skip
+GELU, TANH = ({name: 1} for name in ("gelu", "gelu_tanh"))
+RELU, LAYER, PLAIN = ({name: 1} for name in ("linear+bias+relu", "linear+bias", "linear"))
+SQUARE, ONE = {"linear+relu": 1, "square": 1}, {"CustomLinear": 1}
+ADDCMUL = "(float[B, 6, 8] x, float[B, 1, 8] s, float[B, 1, 8] g) => (float[B, 6, 8] y)"
+# The signature, the nodes, what is fused, the types of nodes after it, and what is skipped.
+FUSED: dict[str, tuple[str, str, dict[str, int], dict[str, int], dict[str, int]]] = {
+    "gelu": (UNARY, "y = Gelu (x)", GELU, {"CustomGelu": 1}, {}),
+    "gelu of erf, halved first": (
+        UNARY, "a = Div (x, root) b = Erf (a) c = Add (b, one) d = Mul (x, half) y = Mul (d, c)",
+        GELU, {"CustomGelu": 1}, {},
+    ),
+    "gelu of erf, halved last": (
+        UNARY, "a = Mul (x, inverse) b = Erf (a) c = Add (one, b) d = Mul (x, c) y = Mul (d, half)",
+        GELU, {"CustomGelu": 1}, {},
+    ),
+    "gelu of erf, halved sum": (
+        UNARY, "a = Div (x, root) b = Erf (a) c = Add (b, one) d = Mul (c, half) y = Mul (x, d)",
+        GELU, {"CustomGelu": 1}, {},
+    ),
+    "gelu of tanh, power": (
+        UNARY, "a = Pow (x, three) b = Mul (a, small) c = Add (x, b) d = Mul (c, factor) e = Tanh (d)"
+        " f = Add (e, one) g = Mul (x, half) y = Mul (g, f)", TANH, {"CustomGelu": 1}, {},
+    ),
+    "gelu of tanh, products": (
+        UNARY, "a = Mul (x, x) b = Mul (a, small) c = Add (b, one) d = Mul (x, factor) e = Mul (d, c)"
+        " f = Tanh (e) g = Add (one, f) h = Mul (half, x) y = Mul (h, g)", TANH, {"CustomGelu": 1}, {},
+    ),
+    "silu, and what ONNX Runtime fuses": (
+        "(float[N, 4, 8, 8] x) => (float[N, 4, 8, 8] y)",
+        "a = Sigmoid (x) b = Mul (a, x) c = Mul (b, quick) d = Sigmoid (c) e = Mul (b, d)"
+        " f = Conv (e, kernel) g = Sigmoid (f) y = Mul (f, g)",
+        {"silu": 1}, {"CustomSilu": 1, "Mul": 3, "Sigmoid": 2, "Conv": 1},
+        {"quick GELU: ONNX Runtime fuses it": 1, "silu after a convolution: ONNX Runtime fuses it": 1},
+    ),
+    "a square after relu (Nemotron)": (
+        LINEAR, "a = MatMul (x, w) r = Relu (a) y = Pow (r, two)", SQUARE, ONE | {"CustomSquare": 1}, {}
+    ),
+    "a product with itself after relu": (
+        LINEAR, "a = MatMul (x, w) r = Relu (a) y = Mul (r, r)", SQUARE, ONE | {"CustomSquare": 1}, {}
+    ),
+    "a square alone": (UNARY, "y = Pow (x, two)", {}, {"Pow": 1}, {}),
+    "a cube": (UNARY, "r = Relu (x) y = Pow (r, three)", {}, {"Relu": 1, "Pow": 1}, {}),
+    "a product of relu": (UNARY, "r = Relu (x) y = Mul (r, x)", {}, {"Relu": 1, "Mul": 1}, {}),
+    "a product": (LINEAR, "y = MatMul (x, w)", PLAIN, ONE, {}),
+    "a bias": (LINEAR, "a = MatMul (x, w) y = Add (bias, a)", LAYER, ONE, {}),
+    "a bias of three axes": (LINEAR, "a = MatMul (x, w) y = Add (a, row)", LAYER, ONE, {}),
+    "a transposed weight": (LINEAR, "m = Transpose <perm=[1, 0]> (t) y = MatMul (x, m)", PLAIN, ONE, {}),
+    "relu": (LINEAR, "a = MatMul (x, w) c = Add (a, bias) y = Relu (c)", RELU, ONE, {}),
+    "silu": (
+        LINEAR, "a = MatMul (x, w) c = Add (a, bias) s = Sigmoid (c) y = Mul (s, c)",
+        {"linear+bias+silu": 1}, ONE, {},
+    ),
+    "gelu behind it": (
+        LINEAR, 'a = MatMul (x, w) y = Gelu <approximate="tanh"> (a)', {"linear+gelu_tanh": 1}, ONE, {}
+    ),
+    "a Gemm of tokens": (
+        LINEAR, "flat = Reshape (x, to2) a = Gemm (flat, w, bias) c = Reshape (a, to3) y = Relu (c)",
+        RELU, ONE, {},
+    ),
+    "ONNX Runtime's Gemm with an activation": (
+        "(float[N, 8] x) => (float[N, 5] y)",
+        'y = com.microsoft.FusedGemm <activation = "Relu"> (x, w, bias)', RELU, ONE, {},
+    ),
+    # The function body is one for all nodes, so the others get a bias of zeros.
+    "a bias of some products only": (
+        LINEAR, "a = MatMul (x, v) c = MatMul (a, w) y = Add (c, bias)",
+        PLAIN | LAYER, {"CustomLinear": 2}, {},
+    ),
+    "products that stay": (
+        "(float[3, 6, 8] x) => (float[3, 6, 5] y, float[N, 5] z, float[3, 6, 0] e)",
+        "y = MatMul (x, batched) f = Reshape (x, to2) z = Gemm <alpha=0.5> (f, w) e = MatMul (x, empty)",
+        {}, {"MatMul": 2, "Reshape": 1, "Gemm": 1},
+        {
+            "MatMul: a weight of 3 dimensions": 1, "MatMul: a dimension of size 0": 1,
+            "Gemm: transA is set, or alpha or beta is not 1": 1,
+        },
+    ),
+    # The second and third factor are broadcast along the tokens.
+    "scale and shift": (ADDCMUL, "p = Mul (x, s) y = Add (p, g)", {"addcmul": 1}, {"CustomAddcmul": 1}, {}),
+    "a gate": (ADDCMUL, "p = Mul (g, x) y = Add (x, p)", {"addcmul": 1}, {"CustomAddcmul": 1}, {}),
+    "two products": (
+        ADDCMUL, "p = Mul (x, g) q = Mul (x, s) y = Add (p, q)",
+        {"addcmul": 1}, {"CustomAddcmul": 1, "Mul": 1}, {},
+    ),
+    "a product that is read twice": (
+        ADDCMUL, "p = Mul (x, s) q = Add (p, g) y = Mul (p, q)", {}, {"Mul": 2, "Add": 1}, {}
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("body", GELUS.values(), ids=list(GELUS))
-def test_gelu_however_it_is_written(body: str, tmp_path: Path) -> None:
-    report, model = optimized(parsed(f"{UNARY} {{ {body} }}", **SCALARS), tmp_path)
-    assert types(model) == {"CustomGelu": 1}
-    assert set(report.fused) == {"gelu_tanh" if "Tanh" in body else "gelu"}
+@pytest.mark.parametrize("name", FUSED)
+def test_what_is_fused(name: str, tmp_path: Path) -> None:
+    signature, body, fused, kinds, skipped = FUSED[name]
+    proto = parsed(f"{signature} {{ {body} }}", **GIVEN)
+    report, model = optimized(proto, tmp_path)
+    assert (report.fused, types(model), report.skipped) == (fused, kinds, skipped)
+    declared, found = (ir.from_proto(proto).graph.outputs, model.graph.outputs)
+    assert [str(each.shape) for each in found] == [str(each.shape) for each in declared]
+    linear = nodes(model, "CustomLinear")
+    assert all(node.attributes.get_string("layout", "nk") == "nk" for node in linear)
+    assert len({len(node.inputs) for node in linear}) <= 1
 
 
-def test_silu_and_what_is_no_activation_of_ours(tmp_path: Path) -> None:
-    """ONNX Runtime fuses quick GELU, and SiLU with the convolution before it."""
-    text = """(float[N, 4, 8, 8] x) => (float[N, 4, 8, 8] y) { a = Sigmoid (x) b = Mul (a, x)
-        c = Mul (b, quick) d = Sigmoid (c) e = Mul (b, d)
-        f = Conv (e, kernel) g = Sigmoid (f) y = Mul (f, g) }"""
-    report, model = optimized(parsed(text, kernel=weights(4, 4, 1, 1), **SCALARS), tmp_path)
-    assert report.fused == {"silu": 1}
-    assert report.skipped == {
-        "quick GELU: ONNX Runtime fuses it": 1,
-        "silu after a convolution: ONNX Runtime fuses it": 1,
-    }
-    assert types(model) == {"CustomSilu": 1, "Mul": 3, "Sigmoid": 2, "Conv": 1}
+def test_a_square_in_16_bits(tmp_path: Path) -> None:
+    """Pow would stay in fp32, between casts."""
+    proto = parsed(f"{LINEAR} {{ a = MatMul (x, w) r = Relu (a) y = Pow (r, two) }}", **GIVEN)
+    report, model = optimized(proto, tmp_path, dtype="float16")
+    assert report.fused == SQUARE and types(model) == ONE | {"CustomSquare": 1}
 
 
 @pytest.mark.parametrize("body", ["y = Mul (b, b)", "y = Gelu (b)"])
@@ -69,74 +145,14 @@ def test_what_is_slower_on_the_cpu_stays(body: str, tmp_path: Path) -> None:
     assert report.fused == {"swiglu": 1} and not report.skipped
 
 
-@pytest.mark.parametrize(
-    ("square", "dtype"), [("Pow (r, two)", None), ("Pow (r, two)", "float16"), ("Mul (r, r)", None)]
-)
-def test_a_square_after_relu(square: str, dtype: str | None, tmp_path: Path) -> None:
-    """Nemotron's activation. In 16 bits, Pow would stay in fp32, between casts."""
-    text = f"(float[N, 6, 8] x) => (float[N, 6, 4] y) {{ a = MatMul (x, w) r = Relu (a) y = {square} }}"
-    constants = {"w": weights(8, 4), "two": np.array(2, np.float32)}
-    report, model = optimized(parsed(text, **constants), tmp_path, dtype=dtype)
-    assert report.fused == {"linear+relu": 1, "square": 1}
-    assert types(model) == {"CustomLinear": 1, "CustomSquare": 1}
-
-
-@pytest.mark.parametrize(
-    "body", ["y = Pow (x, two)", "r = Relu (x) y = Pow (r, three)", "r = Relu (x) y = Mul (r, x)"]
-)
-def test_powers_that_stay(body: str, tmp_path: Path) -> None:
-    numbers = SCALARS | {"two": np.array(2, np.float32)}
-    assert not optimized(parsed(f"{UNARY} {{ {body} }}", **numbers), tmp_path)[0].fused
-
-
 def test_a_gelu_of_others_is_no_activation() -> None:
     node = ir.node("CustomTheirGelu", [ir.Value(name="x")], {"approximate": "tanh"}, domain="theirs")
     model = ir.Model(ir.Graph([], [], nodes=[node]), ir_version=10)
     assert activation_of(RewriteContext(model, "cuda", {}), node) == ""
 
 
-LINEAR = "(float[N, 6, 8] x) => (float[N, 6, 5] y)"
-MATRIX = {"w": weights(8, 5), "t": weights(5, 8), "b": weights(5, seed=1), "row": weights(1, 1, 5)}
-
-
-@pytest.mark.parametrize(
-    ("body", "made"),
-    [
-        ("y = MatMul (x, w)", "linear"),
-        ("a = MatMul (x, w) y = Add (b, a)", "linear+bias"),
-        ("a = MatMul (x, w) y = Add (a, row)", "linear+bias"),
-        ("m = Transpose <perm=[1, 0]> (t) y = MatMul (x, m)", "linear"),
-        ("a = MatMul (x, w) c = Add (a, b) y = Relu (c)", "linear+bias+relu"),
-        ("a = MatMul (x, w) c = Add (a, b) s = Sigmoid (c) y = Mul (s, c)", "linear+bias+silu"),
-        ('a = MatMul (x, w) y = Gelu <approximate="tanh"> (a)', "linear+gelu_tanh"),
-    ],
-)
-def test_products(body: str, made: str, tmp_path: Path) -> None:
-    report, model = optimized(parsed(f"{LINEAR} {{ {body} }}", **MATRIX), tmp_path)
-    assert report.fused == {made: 1}
-    [node] = model.graph
-    assert node.op_type == "CustomLinear" and node.attributes.get_string("layout", "nk") == "nk"
-
-
-def test_products_of_matrices_of_tokens(tmp_path: Path) -> None:
-    """A Gemm between two reshapes becomes one product of the tensor, with what stands behind it."""
-    text = """(float[N, 6, 8] x) => (float[N, 6, 5] y) {
-        flat = Reshape (x, to2) a = Gemm (flat, w, b) c = Reshape (a, to3) y = Relu (c) }"""
-    shapes = {"to2": np.array([-1, 8]), "to3": np.array([-1, 6, 5])}
-    report, model = optimized(parsed(text, **MATRIX, **shapes), tmp_path)
-    assert report.fused == {"linear+bias+relu": 1} and types(model) == {"CustomLinear": 1}
-
-
-def test_biases_of_some_products_only(tmp_path: Path) -> None:
-    """The function body is one for all nodes, so the others get a bias of zeros."""
-    text = f"{LINEAR} {{ a = MatMul (x, v) c = MatMul (a, w) y = Add (c, b) }}"
-    report, model = optimized(parsed(text, v=weights(8, 8), **MATRIX), tmp_path)
-    assert report.fused == {"linear": 1, "linear+bias": 1}
-    assert [len(node.inputs) for node in model.graph] == [3, 3]
-
-
 QKV = """(float[%s, 6, 8] x) => (float[%s, 6, 5] y) {
-    q = MatMul (x, w) k = MatMul (x, t5) r = Add (k, b) a = MatMul (x, w3) z = Relu (a)
+    q = MatMul (x, w) k = MatMul (x, t5) r = Add (k, bias) a = MatMul (x, w3) z = Relu (a)
     c = Add (q, r) d = ReduceSum (z, last) y = Add (c, d) }"""
 
 
@@ -152,19 +168,6 @@ def test_products_of_the_same_few_rows(batch: str, tmp_path: Path, monkeypatch: 
         [(10, 8), (3, 8)] if few else [(5, 8), (5, 8), (3, 8)]
     )
     assert types(model).get("Split", 0) == few
-
-
-def test_products_that_stay(tmp_path: Path) -> None:
-    text = """(float[3, 6, 8] x) => (float[3, 6, 5] y, float[N, 5] z, float[3, 6, 0] e) {
-        y = MatMul (x, batched) f = Reshape (x, to2) z = Gemm <alpha=0.5> (f, w, b) e = MatMul (x, empty) }"""
-    given = {"batched": weights(3, 8, 5), "to2": np.array([-1, 8]), "empty": weights(8, 0)}
-    report, _ = optimized(parsed(text, **MATRIX, **given), tmp_path)
-    assert report.fused == {}
-    assert report.skipped == {
-        "MatMul: a weight of 3 dimensions": 1,
-        "Gemm: transA is set, or alpha or beta is not 1": 1,
-        "MatMul: a dimension of size 0": 1,
-    }
 
 
 GATED = "(float[N, 6, 8] x) => (float[N, 6, 4] y)"
@@ -533,24 +536,6 @@ def test_masks_that_hide_nothing(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "wanted"),
-    [
-        ("p = Mul (x, s) y = Add (p, g)", {"CustomAddcmul": 1}),
-        ("p = Mul (g, x) y = Add (x, p)", {"CustomAddcmul": 1}),
-        ("p = Mul (x, g) q = Mul (x, s) y = Add (p, q)", {"CustomAddcmul": 1, "Mul": 1}),
-        ("p = Mul (x, s) q = Add (p, g) y = Mul (p, q)", {"Mul": 2, "Add": 1}),
-    ],
-    ids=["scale and shift", "gate", "two products", "a product that is read twice"],
-)
-def test_sums_with_products(body: str, wanted: dict[str, int], tmp_path: Path) -> None:
-    """The second and third factor are broadcast along the tokens."""
-    text = "(float[B, 6, 8] x, float[B, 1, 8] s, float[B, 1, 8] g) => (float[B, 6, 8] y)"
-    _, model = optimized(parsed(f"{text} {{ {body} }}"), tmp_path)
-    assert types(model) == wanted
-    assert [str(dim) for dim in model.graph.outputs[0].shape or ()] == ["B", "6", "8"]
-
-
-@pytest.mark.parametrize(
     "body",
     [
         "y = Add (p, q)",
@@ -602,13 +587,6 @@ def test_sizes_behind_what_onnx_runtime_has_fused(known: bool, tmp_path: Path) -
     report, _ = optimized(model, tmp_path)
     assert report.fused["linear+gate (silu)"] == 1
     assert report.fused.get("attention", 0) == known
-
-
-def test_a_gemm_with_an_activation_is_taken_apart(tmp_path: Path) -> None:
-    """ONNX Runtime has FusedGemm for the CPU only."""
-    text = "(float[N, 8] x) => (float[N, 4] y) { y = com.microsoft.FusedGemm <activation = %s> (x, v, b) }"
-    model = parsed(text % '"Relu"', v=weights(8, 4), b=weights(4))
-    assert optimized(model, tmp_path)[0].fused == {"linear+bias+relu": 1}
 
 
 def test_two_masks_of_onnx_runtimes_attention(tmp_path: Path) -> None:
