@@ -1,5 +1,6 @@
 """`twinop optimize` keeps a user's own ops: their nodes, types and function bodies."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,10 +133,13 @@ def bodies(model: ir.Model) -> set[str]:
 
 def check_values(folder: Path, library: Path, accepted: float = 1e-5) -> None:
     """Compares the result with the source, and its function bodies with the library."""
-    x = np.random.default_rng(5).standard_normal((3, 16)).astype(np.float32)
-    expected = outputs(folder / "old.onnx", library, x=x)
+    feeds = dict[str, np.ndarray]()
+    for value in ir.load(folder / "old.onnx").graph.inputs:
+        shape = [dim if isinstance(dim, int) else 3 for dim in value.shape or ()]
+        feeds[str(value.name)] = np.asarray(np.random.default_rng(5).standard_normal(shape), np.float32)
+    expected = outputs(folder / "old.onnx", library, **feeds)
     for how in (library, False):
-        for a, b in zip(expected, outputs(folder / "new.onnx", how, x=x), strict=True):
+        for a, b in zip(expected, outputs(folder / "new.onnx", how, **feeds), strict=True):
             np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), accepted, accepted)
 
 
@@ -182,22 +186,6 @@ def test_node_that_does_not_fit_its_record(text: str, said: str, tmp_path: Path,
         optimized(made(text), tmp_path, library)
 
 
-def test_op_that_the_library_lacks(tmp_path: Path, library: Path) -> None:
-    """It runs on its body, in a model whose domain has a library."""
-    model = made(NET.replace("CustomBump", "CustomNewer"), bump("Newer"))
-    _, new = optimized(model, tmp_path, library)
-    assert own(new) == ["CustomNewer"] == [*bodies(new)]
-
-
-def test_nothing_recognised_but_converted(tmp_path: Path, library: Path) -> None:
-    text = "(float[N, 16] x) => (float[N, 16] y) { y = mine.CustomBump (x) }"
-    report, model = optimized(made(text, bump()), tmp_path, library, dtype="float16")
-    [node] = model.graph
-    assert own(model) == ["CustomBump"] and node.inputs[0].dtype is ir.DataType.FLOAT16  # type: ignore[union-attr]
-    assert report.libraries == [library]
-    check_values(tmp_path, library, accepted=2e-3)
-
-
 BRANCHES = """(float[N, 16] x, bool flag) => (float[N, 16] y) { a = MatMul (x, w) b = Add (a, bias)
     y = If (flag) < then_branch = then_graph () => (float[N, 16] t) { t = mine.CustomBump (b) },
     else_branch = else_graph () => (float[N, 16] e) { e = mine.CustomBump <scale: float = 2.0> (b) } > }"""
@@ -205,53 +193,75 @@ LOOP = """(float[3, 16] x) => (float[3, 16] y) { count = Constant <value_int: in
     true = Constant <value = bool {1}> () a = MatMul (x, w) b = Add (a, bias) y = Loop (count, true, b) <
     body = once (int64 i, bool go, float[3, 16] before) => (bool on, float[3, 16] after)
     { on = Identity (go) after = mine.CustomBump (before) } > }"""
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "dtype"), [(BRANCHES, 2, None), (LOOP, 1, "float16")], ids=["If", "Loop"]
-)
-def test_subgraphs(text: str, count: int, dtype: str | None, tmp_path: Path, library: Path) -> None:
-    report, model = optimized(made(text, bump()), tmp_path, library, dtype=dtype)
-    assert own(model) == ["CustomBump"] * count and bodies(model) == {"CustomBump"}
-    assert nodes(model, "CustomLinear") and report.libraries[0] == library
-
-
-def test_16_bits_beside_a_subgraph(tmp_path: Path, library: Path) -> None:
-    """One body serves the node of the main graph, in 16 bits, and that of a subgraph, in fp32."""
-    text = LOOP.replace("b = Add (a, bias)", "c = Add (a, bias) b = mine.CustomBump (c)")
-    _, model = optimized(made(text, bump()), tmp_path, library, dtype="float16")
-    assert own(model) == ["CustomBump"] * 2
-    first = [node.inputs[0] for node in model.graph.all_nodes() if node.domain == "mine"]
-    assert {each and each.dtype for each in first} == {ir.DataType.FLOAT16, ir.DataType.FLOAT}
-    check_values(tmp_path, library, accepted=2e-2)
-
-
 WRAPPER = """< domain: "other", opset_import: ["" : 20, "mine" : 1] > CustomTwice (x) => (y) {
     half = mine.CustomBump <scale: float = 0.125> (x) y = Add (half, half) }"""
+RELU = """< domain: "custom_domain", opset_import: ["" : 20] > CustomRelu (x) => (y) { y = Relu (x) }"""
+SQUARE = """< domain: "other", opset_import: ["" : 20, "custom_domain" : 1] > Square (x) => (y) {
+    r = custom_domain.CustomRelu (x) y = Mul (r, r) }"""
+CALLS = """< domain: "mine", opset_import: ["" : 20, "other" : 1, "mine" : 1] >
+    CustomNewer <scale: float> (x) => (y) { s = other.Square (x) y = mine.CustomBump (s) }"""
+SEVERAL = """(float[N, 16] x) => (float[N, 16] y) { k = mine.CustomBump (bias) a = mine.CustomBump (x)
+    b = mine.CustomBump (x) c = Add (a, b) d = Add (c, k) y = LayerNormalization (d, gamma, beta) }"""
+OWN_LINEAR = """< domain: "mine", opset_import: ["" : 20] > CustomLinear (x, w) => (y) {
+    z = MatMul (x, w) y = Neg (z) }"""
+NAMED = """(float[N, 16] x) => (float[N, 16] y) {
+    a = mine.CustomLinear (x, w) b = Gelu (a) y = LayerNormalization (b, gamma, beta) }"""
+MASK = """(float[2, 4, 8, 16] q, float[2, 4, 8, 16] k, float[2, 4, 8, 16] v, float[2, 1, 8, 8] m)
+    => (float[2, 4, 8, 16] y) { mask = mine.CustomBump <scale: float = -1.0> (m)
+    t = Transpose <perm: ints = [0, 1, 3, 2]> (k) s = MatMul (q, t) d = Mul (s, quarter)
+    e = Add (d, mask) p = Softmax <axis: int = -1> (e) y = MatMul (p, v) }"""
+NEWER, AROUND = NET.replace("CustomBump", "CustomNewer"), ("CustomLinear", "CustomLayerNorm")
+# The graph, its functions, the dtype, the user's nodes and what they read, other nodes, and the difference.
+KEPT: dict[str, tuple[str, list[str], str | None, list[str], tuple[str, ...], float]] = {
+    "the library lacks it": (NEWER, [bump("Newer")], None, ["CustomNewer FLOAT"], AROUND, 1e-5),
+    "alone": (
+        "(float[N, 16] x) => (float[N, 16] y) { y = mine.CustomBump (x) }",
+        [bump()], "float16", ["CustomBump FLOAT16"], (), 2e-3,
+    ),
+    "in an If": (BRANCHES, [bump()], None, 2 * ["CustomBump FLOAT"], AROUND[:1], 1e-5),
+    "in a Loop": (LOOP, [bump()], "float16", ["CustomBump FLOAT"], AROUND[:1], 2e-2),
+    # One body serves the node of the main graph, in 16 bits, and that of a subgraph, in fp32.
+    "before a Loop and in it": (
+        LOOP.replace("b = Add (a, bias)", "c = Add (a, bias) b = mine.CustomBump (c)"),
+        [bump()], "float16", ["CustomBump FLOAT16", "CustomBump FLOAT"], AROUND[:1], 2e-2,
+    ),
+    "in another function": (
+        NET.replace("mine.CustomBump <scale: float = 0.25>", "other.CustomTwice"),
+        [WRAPPER, bump()], None, ["CustomBump FLOAT"], ("CustomLinear", "CustomAddLayerNorm"), 1e-5,
+    ),
+    # What has a library stays, also in the body of a user op; the rest of the body is inlined.
+    "its body calls others": (
+        NEWER, [CALLS, SQUARE, RELU, bump()], None, ["CustomNewer FLOAT"], AROUND, 1e-5,
+    ),
+    "several of one input, and of a constant": (
+        SEVERAL, [bump()], None, 3 * ["CustomBump FLOAT"], AROUND[1:], 1e-5,
+    ),
+    "with a name of twinop's": (
+        NAMED, [OWN_LINEAR], None, ["CustomLinear FLOAT"], ("CustomGelu", "CustomLayerNorm"), 1e-5,
+    ),
+    "a mask, which is not computed in order to classify it": (
+        MASK, [bump()], None, ["CustomBump FLOAT"], (), 1e-5,
+    ),
+}  # fmt: skip
 
 
-def test_inlined_function_exposes_a_user_op(tmp_path: Path, library: Path) -> None:
-    text = NET.replace("mine.CustomBump <scale: float = 0.25>", "other.CustomTwice")
-    report, model = optimized(made(text, WRAPPER, bump()), tmp_path, library)
-    assert own(model) == ["CustomBump"] and bodies(model) == {"CustomBump"}
-    assert report.inlined == {"other::CustomTwice": 1}
-    check_values(tmp_path, library)
-
-
-def test_body_that_calls_other_functions(tmp_path: Path, library: Path) -> None:
-    """What has a library stays, also in the body of a user op; the rest of the body is inlined."""
-    relu = """< domain: "custom_domain", opset_import: ["" : 20] > CustomRelu (x) => (y) { y = Relu (x) }"""
-    square = """< domain: "other", opset_import: ["" : 20, "custom_domain" : 1] >
-        Square (x) => (y) { r = custom_domain.CustomRelu (x) y = Mul (r, r) }"""
-    newer = """
-    < domain: "mine", opset_import: ["" : 20, "other" : 1] >
-    CustomNewer <scale: float> (x) => (y) { s = other.Square (x) y = mine.CustomBump (s) }
-    """.replace('"other" : 1', '"other" : 1, "mine" : 1')
-    model = made(NET.replace("CustomBump", "CustomNewer"), newer, square, relu, bump())
-    _, new = optimized(model, tmp_path, library)
-    assert own(new) == ["CustomNewer"] and bodies(new) == {"CustomNewer", "CustomBump"}
-    assert ("custom_domain", "CustomRelu", "") in new.functions
-    check_values(tmp_path, library)
+@pytest.mark.parametrize("name", KEPT)
+def test_a_user_op_stays(name: str, tmp_path: Path, library: Path) -> None:
+    graph, functions, dtype, kept, others, accepted = KEPT[name]
+    proto = made(graph, *functions, quarter=np.float32(0.25))
+    report, model = optimized(proto, tmp_path, library, dtype=dtype)
+    mine = [node for node in model.graph.all_nodes() if node.domain == "mine"]
+    assert [f"{node.op_type} {node.inputs[0] and node.inputs[0].dtype}" for node in mine] == kept
+    given = {
+        each: re.findall(rf'domain: "{each}"[^>]*>\s*(\w+)', "".join(functions)) for each in ("mine", "other")
+    }
+    assert bodies(model) == {*given["mine"]} and report.inlined == {
+        f"other::{each}": 1 for each in given["other"]
+    }
+    assert ("custom_domain", "CustomRelu", "") in model.functions or RELU not in functions
+    assert {*others} <= {node.op_type for node in model.graph if node.domain != "mine"}
+    assert (report.libraries[0] == library) == (bump() in functions)
+    check_values(tmp_path, library, accepted)
 
 
 def test_outputs_and_optional_inputs(tmp_path: Path, library: Path) -> None:
@@ -270,14 +280,6 @@ def test_outputs_and_optional_inputs(tmp_path: Path, library: Path) -> None:
     [node] = nodes(model, "CustomBoth")
     assert [value.dtype for value in node.inputs if value] == [ir.DataType.FLOAT16, ir.DataType.FLOAT]
     check_values(tmp_path, library, accepted=5e-3)
-
-
-def test_neither_merged_nor_folded(tmp_path: Path, library: Path) -> None:
-    text = """(float[N, 16] x) => (float[N, 16] y) { k = mine.CustomBump (bias) a = mine.CustomBump (x)
-        b = mine.CustomBump (x) c = Add (a, b) d = Add (c, k) y = LayerNormalization (d, gamma, beta) }"""
-    _, model = optimized(made(text, bump()), tmp_path, library)
-    assert own(model) == ["CustomBump"] * 3
-    check_values(tmp_path, library)
 
 
 @pytest.mark.parametrize("opset", [17, 22, 25])
@@ -368,24 +370,3 @@ def test_an_output_of_the_model(tmp_path: Path, library: Path) -> None:
         _, new = optimized(model, tmp_path, library, **options)
         assert own(new) == ["CustomHalfBump"] and [value.name for value in new.graph.outputs] == ["y", "z"]
         check_values(tmp_path, library, accepted=1e-1 if options else 1e-2)
-
-
-def test_mask_that_a_user_op_computes(tmp_path: Path, library: Path) -> None:
-    """It is not computed in order to classify it, and stays."""
-    text = """(float[2, 4, 8, 16] q, float[2, 4, 8, 16] k, float[2, 4, 8, 16] v, float[2, 1, 8, 8] m)
-        => (float[2, 4, 8, 16] y) { mask = mine.CustomBump <scale: float = -1.0> (m)
-        t = Transpose <perm: ints = [0, 1, 3, 2]> (k) s = MatMul (q, t) d = Mul (s, quarter)
-        e = Add (d, mask) p = Softmax <axis: int = -1> (e) y = MatMul (p, v) }"""
-    _, model = optimized(made(text, bump(), quarter=np.float32(0.25)), tmp_path, library)
-    assert own(model) == ["CustomBump"]
-
-
-def test_domain_of_a_user_op_with_a_name_of_twinops(tmp_path: Path, library: Path) -> None:
-    """An own CustomLinear is no linear of twinop's."""
-    linear = """< domain: "mine", opset_import: ["" : 20] >
-        CustomLinear (x, w) => (y) { z = MatMul (x, w) y = Neg (z) }"""
-    text = """(float[N, 16] x) => (float[N, 16] y)
-        { a = mine.CustomLinear (x, w) b = Gelu (a) y = LayerNormalization (b, gamma, beta) }"""
-    _, model = optimized(made(text, linear), tmp_path, library)
-    assert own(model) == ["CustomLinear"] and nodes(model, "CustomGelu", "CustomLayerNorm")
-    check_values(tmp_path, library)
