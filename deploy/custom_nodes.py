@@ -88,9 +88,9 @@ def load_model(
 
 def read_model(path: Path, read: Callable[..., bytes] = read_regular) -> bytes:
     """Returns the bytes of a model's file, or what `read` makes of them; ModelError: it cannot be read."""
-    if not path.is_file():
-        what = "not a regular file" if path.exists() else "no such file"
-        what = "a folder, not an .onnx file" if path.is_dir() else what
+    if not os.path.isfile(path):  # Path.is_file raises OSError for a name that is too long
+        what = "not a regular file" if os.path.exists(path) else "no such file"
+        what = "a folder, not an .onnx file" if os.path.isdir(path) else what
         raise ModelError(f"{path}: {what}. Expected a model such as export/to_onnx.py writes")
     try:
         return read(path, most=_MOST_BYTES)

@@ -126,7 +126,7 @@ def libraries_for(
     permitted += own if server.allow_model_libraries else []
     trusted = {real_path(place) for place in permitted}
     for path in settings.library:
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise LibraryError(f"{path}: no such library. Put it there, or correct the setting `library`")
         target = real_path(path)
         inside = real_path(path.parent) in trusted and any(target.is_relative_to(each) for each in trusted)

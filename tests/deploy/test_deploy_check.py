@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 
 from twinop.deploy import ModelError, RunError, check_model, create_session, session
 from twinop.deploy.custom_nodes import load_model
+from twinop.errors import LibraryError
 from twinop.libraries.library import read_library
 
 RELU = {"op_type": "CustomRelu"}
@@ -192,8 +193,11 @@ def saved(folder: Path, graph: onnx.ModelProto) -> Path:
 
 
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"none.onnx: no such file. Expected a model such as"):
-        session(tmp_path / "none.onnx")
+    for name in ("none.onnx", "long" * 99):
+        with pytest.raises(ModelError, match=f"{name}: no such file. Expected a model such as"):
+            session(tmp_path / name)
+        with pytest.raises(LibraryError, match=f"{name}: no such file. twinop build makes"):
+            session(make_model("CustomRelu"), library=tmp_path / name)
     with pytest.raises(ModelError, match="a folder, not an .onnx file"):
         session(tmp_path)
 

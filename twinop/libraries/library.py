@@ -72,7 +72,7 @@ def read_library(
         ForeignLibraryError: it has no twinop records, or those of another domain.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise LibraryError(
             f"{path}: no such file. twinop build makes the library of a project, build/lib<name>.so; "
             "twinop.get_library_path() is the one of twinop's own ops"
