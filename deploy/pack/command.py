@@ -9,6 +9,8 @@ import typer
 
 from twinop.cli.console import clear_errors, err, out, print_note, progress_bar
 
+_GENAI = "onnxruntime-genai"  # a panel
+
 
 def _option(help: str, panel: str, *names: str, **checks: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **checks)
@@ -37,18 +39,14 @@ class Options:
         bool, _option("Write a model repository for Triton, and nothing else.", "Triton", "--triton")
     ] = False
     genai: Annotated[
-        bool, _option("Pack a folder of onnxruntime-genai, and nothing else.", "onnxruntime-genai", "--genai")
+        bool, _option("Pack a folder of onnxruntime-genai, and nothing else.", _GENAI, "--genai")
     ] = False
-    device: Annotated[str, _option("Optimise the decoder for cuda or cpu.", "onnxruntime-genai")] = "cuda"
-    dtype: Annotated[
-        str | None, _option("As in twinop optimize: float16, bfloat16 or float8.", "onnxruntime-genai")
-    ] = None
-    invariant: Annotated[
-        bool, _option("As in twinop optimize, for cuda.", "onnxruntime-genai", "--invariant")
-    ] = False
-    timeout: Annotated[
-        float, _option("Seconds that a model may run without progress.", "onnxruntime-genai", min=1)
-    ] = 600
+    device: Annotated[str, _option("Optimise the decoder for cuda or cpu.", _GENAI)] = "cuda"
+    dtype: Annotated[str | None, _option("As in twinop optimize: float16, bfloat16 or float8.", _GENAI)] = (
+        None
+    )
+    invariant: Annotated[bool, _option("As in twinop optimize, for cuda.", _GENAI, "--invariant")] = False
+    timeout: Annotated[float, _option("Seconds that a model may run without progress.", _GENAI, min=1)] = 600
     gpu: Annotated[
         bool | None,
         _option(

@@ -280,4 +280,4 @@ class Batcher:
                 member.fail(outcome)
             elif not member.future.done():  # neither cancelled nor expired
                 queued = started - member.request.arrived
-                member.future.set_result(Result(self._name, self._version, outcome, queued, rows))
+                member.future.set_result(Result(self._name, self._version, outcome, queued))

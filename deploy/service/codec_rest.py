@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict
 
 from .datatypes import OF_DTYPE, from_bytes, from_json, named, shown, to_bytes, to_json, version_number
-from .errors import TOO_LARGE, ServiceError, invalid
+from .errors import ServiceError, invalid
 from .request import MOST_TENSORS, Limit, Request, Result, check_names
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -208,8 +208,5 @@ def encode(result: Result, form: AnswerFormat, json: Limit | None = None) -> tup
 
 
 def _too_large(limit: Limit) -> ServiceError:
-    return ServiceError(
-        TOO_LARGE,
-        f"the JSON of the answer is larger than {limit.bytes} bytes ({limit.setting}): ask for binary data "
-        'with "parameters": {"binary_data_output": true}',
-    )
+    advice = ': ask for binary data with "parameters": {"binary_data_output": true}'
+    return replace(limit, what="JSON of the answer", advice=advice).exceeded()

@@ -26,7 +26,6 @@ _log = logging.getLogger(__name__)
 
 DRAIN_REFUSE_SECONDS = 0.5
 TIMER_SECONDS = 0.01  # uvloop's timers may fire this early
-_MOST = 2**31 - 1  # bytes of a message
 HEALTH_SECONDS = 0.2
 
 
@@ -197,7 +196,7 @@ class GrpcServer:
         server = aio.server(
             maximum_concurrent_rpcs=settings.maximum_concurrent_rpcs,
             options=(
-                ("grpc.max_receive_message_length", min(settings.max_request_bytes, _MOST)),
+                ("grpc.max_receive_message_length", min(settings.max_request_bytes, 2**31 - 1)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.http2.bdp_probe", 0),  # otherwise megabytes of each message arrive before it is read
                 ("grpc.server_handshake_timeout_ms", round(settings.body_seconds * 1000)),

@@ -51,10 +51,6 @@ class Instance:
         """Let the current run and all further ones fail, until `now` is False. Any thread may call it."""
         self._options.terminate = now
 
-    def close(self) -> None:
-        """Release the session. The last instance of a session frees its memory."""
-        self.session = None
-
 
 @dataclass
 class LoadedModel:
@@ -104,8 +100,8 @@ class LoadedModel:
     def close(self) -> None:
         """Free the sessions. ONNX Runtime writes its profiles."""
         self.session = None
-        for instance in self.instances:
-            instance.close()
+        for instance in self.instances:  # the last one of a session frees its memory
+            instance.session = None
 
 
 def _described(spec: Spec) -> dict[str, Any]:

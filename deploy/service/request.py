@@ -36,7 +36,6 @@ class Result:
     version: int
     outputs: dict[str, np.ndarray]
     queue_seconds: float = 0.0
-    batch_size: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -75,12 +74,12 @@ class Limit:
         return ServiceError(TOO_LARGE, said)
 
 
+@dataclass
 class Budget:
     """The bytes of all requests that are being read or answered. An eighth is kept for small requests."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.used = 0
+    most: int
+    used: int = 0
 
 
 class RequestMemory:

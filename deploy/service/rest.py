@@ -126,7 +126,20 @@ class RestServer:
         app = Starlette(routes=Endpoints(repository, budget).routes(), exception_handlers=FAILURES)
         app.router.redirect_slashes = False
         self._middleware = RequestMiddleware(app, token)
-        self.config = self._config()
+        self.config = uvicorn.Config(
+            self._middleware,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=settings.limit_concurrency,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        self.config.load()
         host, shared = settings.host, settings.reuse_port
         self._sockets = {"http_port": bound(host, settings.http_port, "--http-port", shared=shared)}
         if settings.admin_port is not None:
@@ -168,21 +181,3 @@ class RestServer:
         if cut_off:
             await asyncio.wait(cut_off, timeout=CUT_OFF_SECONDS)
         return not cut_off
-
-    def _config(self) -> uvicorn.Config:
-        settings = self.settings
-        config = uvicorn.Config(
-            self._middleware,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=settings.limit_concurrency,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        )
-        config.load()
-        return config

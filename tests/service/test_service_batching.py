@@ -96,9 +96,11 @@ def failure_of(outcome: Result | BaseException) -> Failure:
 def test_what_arrives_while_the_instance_is_busy_is_joined() -> None:
     async def test() -> None:
         runner = Doubler()
-        results = await behind_a_run(runner, batcher(runner, max_batch_size=8), *[request(1, 2)] * 6)
+        queue, rows = batcher(runner, max_batch_size=8), list[int]()
+        queue.on_run = lambda number, seconds: rows.append(number)
+        results = await behind_a_run(runner, queue, *[request(1, 2)] * 6)
         assert runner.batches == [[2], [2, 2, 2, 2], [2]]  # 8 rows at most; a lone request runs at once
-        assert [each.batch_size for each in results] == [2, 8, 8, 8, 8, 2]
+        assert rows == [2, 8, 2]
         assert all(each.outputs["y"].tolist() == [[2], [4]] for each in results)
         runner = Doubler()
         await behind_a_run(runner, batcher(runner), *[request(1)] * 3)  # without a max_batch_size
@@ -162,9 +164,11 @@ def test_a_request_without_inputs_and_a_scalar_have_one_row() -> None:
             return dict.fromkeys(outputs, np.ones(1))
 
     async def test() -> None:
-        queue = batcher(Constant())
+        queue, rows = batcher(Constant()), list[int]()
+        queue.on_run = lambda number, seconds: rows.append(number)
         for inputs in ({}, {"x": np.array(1, np.float32)}):
-            assert (await queue.submit(Request("m", inputs, arrived=time.monotonic()), Y)).batch_size == 1
+            await queue.submit(Request("m", inputs, arrived=time.monotonic()), Y)
+        assert rows == [1, 1]
 
     run(test)
 
