@@ -2,9 +2,9 @@
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -159,18 +159,12 @@ def test_a_failed_run_leaves_the_streams_in_order() -> None:
 
 
 def in_threads(count: int, work: Callable[[int], bool]) -> None:
-    results: list[bool] = []
-
-    def one(number: int) -> None:
+    def one(number: int) -> bool:
         with torch.cuda.stream(torch.cuda.Stream()):
-            results.append(work(number))
+            return work(number)
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * count
+    with ThreadPoolExecutor(count) as pool:
+        assert all(pool.map(one, range(count)))
 
 
 def checked(opened: Session, number: int, rounds: int = 30) -> bool:

@@ -1,7 +1,7 @@
 """Session.run on the CPU: numpy arrays, torch tensors without copies, threads, the profile."""
 
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,21 +103,14 @@ def test_wanted_outputs() -> None:
 
 def test_sixteen_threads_on_one_session() -> None:
     opened = session(chain("CustomRelu", 3))
-    wrong: list[int] = []
 
-    def work(seed: int) -> None:
+    def are_equal(seed: int) -> bool:
         x = torch.randn(seed + 1, 4, generator=torch.Generator().manual_seed(seed))
-        for i in range(50):
-            feeds = {"x": x} if i % 2 else {"x": x.numpy()}
-            if not torch.equal(torch.as_tensor(opened.run(feeds)["y"]), torch.relu(x)):
-                wrong.append(seed)
+        found = [opened.run({"x": x if i % 2 else x.numpy()})["y"] for i in range(50)]
+        return all(torch.equal(torch.as_tensor(each), torch.relu(x)) for each in found)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(are_equal, range(16)))
 
 
 def test_executed_on_reads_the_profile() -> None:

@@ -1,7 +1,7 @@
 """A GPU that is gone, a kernel that hangs: the server says so, answers, and ends with code 70."""
 
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -60,19 +60,12 @@ def test_a_run_that_takes_too_long_is_ended_and_one_that_hangs_ends_the_server(t
         assert answer.status == 504 and "took longer than this model's 0.5 s" in answer.error
         assert said(served, "took longer than run_timeout_seconds (0.5)") == 1
         assert served.infer("stall", ROW).json["outputs"][0]["data"] == [0, 2, 0, 4]
-        found: list[Any] = []
-
-        def ask(given: dict[str, Any]) -> None:
-            found.append(served.infer("stall", given))
-
-        threads = [threading.Thread(target=ask, args=(given,)) for given in (stalling(600_000), ROW, ROW)]
-        threads[0].start()
+        pool = stack.enter_context(ThreadPoolExecutor())
+        asked = [pool.submit(served.infer, "stall", stalling(600_000))]
         wait_until(lambda: served.metric("twinop_in_flight", model="stall") == 1)
-        for thread in threads[1:]:
-            thread.start()
+        asked += [pool.submit(served.infer, "stall", ROW) for _ in range(2)]
         kept = stack.enter_context(served.connect(60))
-        for thread in threads:
-            thread.join(60)
+        found = [each.result(60) for each in asked]
         assert [answer.status for answer in found] == [503] * 3
         assert all("does not end" in answer.error for answer in found)
         kept.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: a\r\n\r\n")

@@ -42,6 +42,8 @@ def test_versions(served: Served, stub: Any) -> None:
         answer = served.ask("POST", f"/v2/models/two_versions{version}/infer", {"inputs": [x]}).json
         assert answer["outputs"][0]["data"][0] == expected
         assert answer["model_version"] == ("1" if version.endswith("1") else "2")
+    answer = served.ask("POST", "/v2/models/two_versions/versions/3/infer", {"inputs": [x]})
+    assert answer.status == 404 and "it has: 1, 2" in answer.error
     request = message("two_versions", -1, 0, 1, 2, model_version="1")
     assert stub.ModelInfer(request).outputs[0].contents.fp32_contents[0] == 0
     assert served.ask("GET", "/v2/models/two_versions/versions/1/ready").json["ready"]
@@ -91,12 +93,6 @@ def test_chunked_bodies(served: Served) -> None:
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:5], body[5:30], body[30:]))
     head = b"POST /v2/models/relu/infer HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     assert split(served.exchange(head + chunks + b"0\r\n\r\n")).status == 200
-
-
-def test_the_probe_names_a_broken_model(served: Served) -> None:
-    ready = served.ask("GET", "/v2/health/ready")
-    assert ready.status == 200 and ready.json == {"ready": True, "unavailable": ["broken"]}
-    assert served.ask("GET", "/v2/models/broken/ready").status == 503
 
 
 # -------------------------------------------------------------------------------- clients that do not wait
@@ -247,6 +243,9 @@ def test_health_and_the_list_of_models(client: Any, served: Served) -> None:
     )
     states = dict(entries)
     assert states.pop("broken") == "UNAVAILABLE" and set(states.values()) == {"READY"}
+    ready = served.ask("GET", "/v2/health/ready")
+    assert ready.status == 200 and ready.json == {"ready": True, "unavailable": ["broken"]}
+    assert served.ask("GET", "/v2/models/broken/ready").status == 503
     assert {*states, "broken"} == {path.name for path in served.root.iterdir() if path.is_dir()}
     with pytest.raises(InferenceServerException):
         client.unload_model("relu")

@@ -38,8 +38,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("root") / "models"
     place(root, "older", scaled(1))
     broken_version(root, "older", 2)
-    for version in (1, 2):
-        place(root, "all", scaled(version), version, settings='versions = "all"')
     root.with_name("libs").mkdir()
     (root / "twinop.toml").write_text("[server]\npoll_seconds = 0.05\nlibrary_folders = ['../libs']")
     with serve(root, *QUICK, "--allow-model-libraries") as found:
@@ -116,14 +114,6 @@ def test_unservable_model_is_reported_and_isolated(served: Served, settings: str
     finally:
         shutil.rmtree(bad)
         wait_until(lambda: ("bad", 1) not in served.versions())
-
-
-def test_all_versions_are_served_where_the_settings_say_so(served: Served) -> None:
-    for version in (1, 2):
-        answer = served.ask("POST", f"/v2/models/all/versions/{version}/infer", {"inputs": [ROW]})
-        assert answer.json["outputs"][0]["data"] == [-version, 2 * version, -3 * version, 4 * version]
-        assert answer.json["model_version"] == str(version)
-    assert "it has: 1, 2" in served.ask("POST", "/v2/models/all/versions/3/infer", {"inputs": [ROW]}).error
 
 
 def test_an_older_version_serves_where_the_newest_is_broken_at_the_start(served: Served) -> None:
