@@ -79,7 +79,7 @@ def test_in_torch(tmp_path: Path) -> None:
     ("source", "name", "message"),
     [
         ("int x = 1;", None, "the source registers no op. Expected C++ text with TWINOP_UNARY"),
-        (tiny(), "other", "the source has no op 'other'; it has times"),
+        ("// TWINOP_OP(other,\n/*\nTWINOP_OP(other, */" + tiny(), "other", "no op 'other'; it has times"),
         (tiny().replace("return {};", "return wrong;"), None, "times.h:10: ‘wrong’ was not declared in this"),
     ],
 )

@@ -141,7 +141,12 @@ def _source(path: Path) -> Source:
         raise BuildError(
             f"{path}: not a source of ops. Expected a file that ends in {', '.join(_SUFFIXES)}, .py, .o or .a"
         )
-    return Source(path.resolve(), tuple(_OPS.findall(_text(path))))
+    return Source(path.resolve(), tuple(_ops(_text(path))))
+
+
+def _ops(text: str) -> list[tuple[str, str]]:
+    """Returns the macro and the name of each op that a source text registers, outside of comments."""
+    return _OPS.findall(re.sub(r"//.*|/\*(?s:.*?)\*/", "", text))
 
 
 def _text(path: Path) -> str:
@@ -153,7 +158,7 @@ def _text(path: Path) -> str:
 
 def op_names(text: str) -> list[str]:
     """Returns the names of the ops that a source text registers, without backward ops."""
-    return [name for _, name in _OPS.findall(text) if not name.endswith("_backward")]
+    return [name for _, name in _ops(text) if not name.endswith("_backward")]
 
 
 def _settings(folder: Path) -> dict[str, Any]:
