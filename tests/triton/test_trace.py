@@ -224,6 +224,20 @@ def test_views_have_offsets_and_strides() -> None:
     assert op.record.texts["shapes"] == "y = [x[1] // 2, x[0]]"
 
 
+def test_a_row_by_an_attribute() -> None:
+    def launcher(x, *, row):
+        launchers.row_kernel[(1,)](x[row], y := torch.empty_like(x), x[row].stride(0), 1, 1, BLOCK=16)
+        return y
+
+    samples = [{"x": torch.empty(5, 8), "row": row} for row in (3, -2)]
+    op = trace(record("f", "x", attributes={"row": ("int", "0")}), launcher, samples)
+    for row in (0, 4, -1, -6, -7, 6):
+        (step,) = chosen(op, [(6, 10)], row).steps
+        assert isinstance(step, Refuse) == (row in (6, -7))
+        if not isinstance(step, Refuse):
+            assert step.arguments[0].offset.evaluate([(6, 10)], [row]) == 40 * (row % 6)
+
+
 def test_a_squeeze_depends_on_the_size() -> None:
     def launcher(x):
         y, part = torch.empty_like(x), x.squeeze(0)

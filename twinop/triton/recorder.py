@@ -175,7 +175,11 @@ class Recorder(TorchDispatchMode):
         self.symbols.in_squeeze = name == "squeeze"
         self.symbols.in_torch = not self.symbols.in_squeeze
         try:
-            result = (_slice if func is torch.ops.aten.slice.Tensor else func)(*args, **kwargs)
+            if func is torch.ops.aten.slice.Tensor:
+                func = _slice
+            if func is torch.ops.aten.select.int and isinstance(args[2], torch.SymInt):
+                self.symbols.in_torch, func = was, _select
+            result = func(*args, **kwargs)
         finally:
             self.symbols.in_torch, self.symbols.in_squeeze = was, False
         if isinstance(result, torch.Tensor) and _address(result) not in self._storages:
@@ -244,6 +248,16 @@ class Recorder(TorchDispatchMode):
             raise self.error(f"{label}: its grid is ({kinds}); expected one to three ints")
         x, y, z = map(self.expression, (*values, 1, 1)[:3])
         return x, y, z
+
+
+def _select(tensor: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
+    """Does what `aten.select` does, which gives a symbolic index an offset without a formula."""
+    size, sizes, strides = tensor.shape[dim], list(tensor.shape), list(tensor.stride())
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
+    offset = tensor.storage_offset() + (index + size if index < 0 else index) * strides.pop(dim)
+    sizes.pop(dim)
+    return tensor.as_strided(sizes, strides, offset)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -202,7 +202,8 @@ class _Tracer:
                 except (BuildError, NotAnExpression):
                     raise
                 except Exception as error:  # what the launcher says of these sizes
-                    message = f"{symbols.line(error)}: {type(error).__name__}: {error}".rstrip(": ")
+                    said = str(error).partition("\nException raised from ")[0]  # torch's own stack
+                    message = f"{symbols.line(error)}: {type(error).__name__}: {said}".rstrip(": ")
                     return None, (), (Refuse(symbols.described(message)),)
                 return recorder.finish(returned, self.record)
 
