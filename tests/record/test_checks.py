@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -18,12 +17,6 @@ from twinop.record.schema_text import record_of
 from twinop.record.shapes import Unknown, output_shapes
 
 SCHEMA = "f(Tensor x, Tensor? w=None, Tensor? b=None, int axis=-1, float eps=1e-5, int offset=0) -> Tensor"
-
-
-@cache
-def base() -> OpSpec:
-    """The record without its texts."""
-    return record_of(SCHEMA, DOMAIN)
 
 
 def with_texts(record: dict[str, str]) -> OpSpec:

@@ -1,9 +1,7 @@
-"""The parser refuses malformed records with a reason. They do not compile."""
-
-import subprocess
+"""The parser refuses malformed records with a reason. That they do not compile: test_build_errors.py."""
 
 import pytest
-from record_driver import driver, read_by_compiler
+from record_driver import driver
 
 MALFORMED_SCHEMAS = {
     "": "a name is missing",
@@ -154,27 +152,3 @@ def test_well_formed_records(field: tuple[str, ...]) -> None:
         driver().ask("validate", "f(Tensor x, Tensor? w=None, int n=1, float f=1) -> Tensor", *field)
         == "valid"
     )
-
-
-def compiled(record: str) -> subprocess.CompletedProcess[str]:
-    include = '#include "twinop/record/registry.h"\n'
-    launcher = "inline Status Launch(const Call&) { return {}; }"
-    return read_by_compiler(f"{include}namespace twinop {{ {launcher} TWINOP_OP(g, {record}, Launch) }}\n")
-
-
-def test_a_well_formed_record_compiles() -> None:
-    assert compiled('Record("g(Tensor x) -> Tensor")').returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        ('Record("g(Tenso x) -> Tensor")', "not Tensor, Tensor?, int, float, bool, str or int[]"),
-        ('Record("g(Tensor x) -> Tensor").shapes("y = x[0")', "a token is missing"),
-        ('Record("f(Tensor x) -> Tensor")', "static assertion failed"),  # the id is not the schema's name
-    ],
-)
-def test_a_malformed_record_does_not_compile(record: str, reason: str) -> None:
-    """The compiler stops at the `throw` whose text describes the mistake."""
-    done = compiled(record)
-    assert done.returncode != 0 and reason in done.stderr

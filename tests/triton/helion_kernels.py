@@ -33,25 +33,15 @@ def for_known_sizes(x):
     return y
 
 
-@helion.kernel(static_shapes=False)
-def without_config(x):
+def copied(x):
     y = torch.empty_like(x)
     for tile in hl.tile(x.size(0)):
         y[tile] = x[tile]
     return y
 
 
-@helion.kernel(config=helion.Config(block_sizes=[16]))
-def for_one_shape(x):
-    y = torch.empty_like(x)
-    for tile in hl.tile(x.size(0)):
-        y[tile] = x[tile]
-    return y
-
-
-@helion.kernel(config=helion.Config(block_sizes=[16], pid_type="persistent_blocked"), static_shapes=False)
-def for_all_processors(x):
-    y = torch.empty_like(x)
-    for tile in hl.tile(x.size(0)):
-        y[tile] = x[tile]
-    return y
+CONFIG = helion.Config(block_sizes=[16])
+PERSISTENT = helion.Config(block_sizes=[16], pid_type="persistent_blocked")
+without_config = helion.kernel(copied, static_shapes=False)
+for_one_shape = helion.kernel(copied, config=CONFIG)
+for_all_processors = helion.kernel(copied, config=PERSISTENT, static_shapes=False)

@@ -152,8 +152,8 @@ def test_sizes_that_no_sample_has(softmax: Any) -> None:
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        ("without_config", "helion_kernels.py: without_config: expected .*config=.*a build does not tune"),
-        ("for_one_shape", "helion_kernels.py: for_one_shape: expected .*static_shapes=False.*all shapes"),
+        ("without_config", "helion_kernels.py: copied: expected .*config=.*a build does not tune"),
+        ("for_one_shape", "helion_kernels.py: copied: expected .*static_shapes=False.*all shapes"),
         ("for_all_processors", "asks for multi_processor_count of the GPU, and a library serves several"),
     ],
 )
