@@ -24,6 +24,13 @@ def run_pytest(folder: Path) -> None:
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
 
 
+def wheel_of(folder: Path) -> None:
+    """Writes a project's wheel beside it."""
+    pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-build-isolation", "--no-deps", "--no-index", "-q"]
+    done = subprocess.run([*pip, "-w", ".."], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("kind", ["elementwise", "rowwise", "kernel", "triton"])
 def test_no_name_of_the_template_is_left(kind: Any, tmp_path: Path) -> None:
     """That the projects build and are green: tests/journeys."""
@@ -53,9 +60,7 @@ def test_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     text = (folder / "packed.h").read_text().replace("TWINOP_OP(", "TWINOP_CPU_OP(")
     (folder / "packed.h").write_text(text)
-    pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-build-isolation", "--no-deps", "--no-index", "-q"]
-    done = subprocess.run([*pip, "-w", tmp_path], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    wheel_of(folder)
     with zipfile.ZipFile(tmp_path / "packed-0.1.0-py3-none-linux_x86_64.whl") as wheel:
         names = wheel.namelist()
         assert wheel.read("packed/__init__.py") == (folder / "packed.py").read_bytes()
@@ -80,10 +85,8 @@ def test_a_wheel_of_a_kernel_in_triton(tmp_path: Path, monkeypatch: pytest.Monke
     assert sorted(path.name for path in folder.iterdir()) == [
         *("my_first.py", "pyproject.toml", "test_my_first.py")
     ]
-    pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-build-isolation", "--no-deps", "--no-index", "-q"]
     monkeypatch.setenv("TWINOP_CUDA_ARCHS", "90")
-    done = subprocess.run([*pip, "-w", tmp_path], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    wheel_of(folder)
     run_pytest(folder)
     site = tmp_path / "site"
     with zipfile.ZipFile(tmp_path / "my_first-0.1.0-py3-none-linux_x86_64.whl") as wheel:

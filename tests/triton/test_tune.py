@@ -55,15 +55,20 @@ def tune(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["tune", *map(str, arguments)], env={"COLUMNS": "200", "TERM": "dumb"})
 
 
-def entry(kernel: str, n: int, block: int, arch: int = 90) -> Entry:
-    config = {"BLOCK": block, "num_warps": 4, "num_ctas": 1, "num_stages": 3}
-    return Entry(kernel, arch, {"n": n}, ["torch.float32"] * 2, config)
+SMALL, MIDDLE, LARGE = (triton.Config({"BLOCK": block}, num_warps=4) for block in (64, 512, 1024))
+
+
+def entry(
+    n: int, config: Any, arch: int = 90, dtype: str = "torch.float32", kernel: str = "gelu_kernel"
+) -> Entry:
+    return Entry(kernel, arch, {"n": n}, [dtype, dtype], config.all_kwargs())
 
 
 def test_a_build_chooses_what_was_measured(tmp_path: Path) -> None:
     """By size and by architecture; a GPU that was not measured takes the first configuration."""
     file = op_file(tmp_path, "tuned")
-    Tuning([entry("tuned_kernel", 100, 64), entry("tuned_kernel", 10_000, 1024)]).write(tuning_file(file))
+    measured = [entry(100, SMALL, kernel="tuned_kernel"), entry(10_000, LARGE, kernel="tuned_kernel")]
+    Tuning(measured).write(tuning_file(file))
     contents, _ = make_contents(Project("tuned", "tuned", (), modules=(file,)), [80, 90], False)
     for n, arch, block in [(1000, 90, 64), (1001, 90, 1024), (2**20, 90, 1024), (2**20, 80, 64)]:
         plan = next(
@@ -96,7 +101,7 @@ def test_ops_in_cpp_are_not_tuned(tmp_path: Path) -> None:
 def test_it_measures_on_this_gpu(tmp_path: Path) -> None:
     """Entries of other GPUs stay; a call that the launcher refuses is left out, with a note."""
     file = op_file(tmp_path, "measured")
-    other = entry("measured_kernel", 64, 64, arch=1)
+    other = entry(64, SMALL, arch=1, kernel="measured_kernel")
     Tuning([other]).write(tuning_file(file))
     result = tune(file, "--sizes", "64,65536,2097152")
     assert result.exit_code == 0, result.output
@@ -117,9 +122,6 @@ def test_kernels_without_configurations(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "no kernel with @triton.autotune was launched" in result.stderr
 
 
-SMALL, MIDDLE, LARGE = (triton.Config({"BLOCK": block}, num_warps=4) for block in (128, 512, 2048))
-
-
 class Tensor:
     dtype = "torch.float32"
 
@@ -127,10 +129,6 @@ class Tensor:
 @pytest.fixture
 def tuned() -> Any:
     return triton.autotune([SMALL, MIDDLE, LARGE], key=["n"])(gelu_kernel)
-
-
-def of_gelu(n: int, config: Any, arch: int = 90, dtype: str = "torch.float32") -> Entry:
-    return Entry("gelu_kernel", arch, {"n": n}, [dtype, dtype], config.all_kwargs())
 
 
 def chosen(tuning: Tuning, tuned: Any, n: int, arch: int = 90) -> Any:
@@ -141,10 +139,10 @@ def chosen(tuning: Tuning, tuned: Any, n: int, arch: int = 90) -> Any:
 
 def test_without_an_entry_the_first_configuration_is_taken(tuned: Any) -> None:
     assert chosen(Tuning(), tuned, 5) is SMALL
-    assert chosen(Tuning([of_gelu(100, LARGE, arch=80)]), tuned, 5) is SMALL
-    assert chosen(Tuning([of_gelu(100, LARGE, dtype="torch.float16")]), tuned, 5) is SMALL
-    gone = triton.Config({"BLOCK": 64}, num_warps=4)
-    assert chosen(Tuning([of_gelu(100, gone)]), tuned, 5) is SMALL
+    assert chosen(Tuning([entry(100, LARGE, arch=80)]), tuned, 5) is SMALL
+    assert chosen(Tuning([entry(100, LARGE, dtype="torch.float16")]), tuned, 5) is SMALL
+    gone = triton.Config({"BLOCK": 16}, num_warps=4)
+    assert chosen(Tuning([entry(100, gone)]), tuned, 5) is SMALL
 
 
 def test_the_pruning_of_the_kernel_is_asked() -> None:
@@ -163,9 +161,9 @@ def test_a_damaged_file(tmp_path: Path, text: str) -> None:
 
 def test_measured_calls_are_recorded(monkeypatch: pytest.MonkeyPatch, tuned: Any) -> None:
     monkeypatch.setattr(type(tuned), "run", lambda autotuner, *args, **kwargs: None)
-    tuning = Tuning([of_gelu(64, SMALL), of_gelu(5, SMALL)])
+    tuning = Tuning([entry(64, SMALL), entry(5, SMALL)])
     tuned.best_config = LARGE
     with tuning.recording(90) as measured:
         tuned[(1,)](Tensor(), Tensor(), 64)
-    assert tuning.entries == [of_gelu(5, SMALL), of_gelu(64, LARGE)]
-    assert [each for each, _ in measured] == [of_gelu(64, LARGE)]
+    assert tuning.entries == [entry(5, SMALL), entry(64, LARGE)]
+    assert [each for each, _ in measured] == [entry(64, LARGE)]
