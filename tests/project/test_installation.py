@@ -17,12 +17,6 @@ from twinop.installation import ALL_OPS_TAKE, how_to_build
 from twinop.libraries.library import find_library
 
 
-def test_in_the_source_tree() -> None:
-    assert how_to_build() == f"Build it with ./build.sh, which builds all ops ({installation.ALL_OPS_TAKE})"
-    assert f'all_ops_take="{installation.ALL_OPS_TAKE}"' in (installation.ROOT / "build.sh").read_text()
-    assert how_to_build(archs="90") == "Build it with TWINOP_CUDA_ARCHS=90 ./build.sh"
-
-
 def test_messages_to_the_user_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "ROOT", tmp_path)
     for module in ("twinop.building.toolchain", "twinop.libraries.find"):
