@@ -43,6 +43,7 @@ def header(tmp_path: Path) -> Path:
         (["latin.h"], None, None, "latin.h: cannot be read: 'utf-8' codec"),
         (["times.h"], "a b", None, "--name a b: expected letters, digits and _, as in mish"),
         (["times.h"], None, "aten", "domain aten: reserved"),
+        (["times.h", "times.cpp"], "two", None, "times.cpp both have an op times. Ops of one library have"),
     ],
 )
 def test_what_cannot_be_built(
@@ -51,6 +52,7 @@ def test_what_cannot_be_built(
     folder = header.parent
     (folder / "plain.h").write_text("// nothing\n")
     (folder / "notes.txt").write_text("TWINOP_OP(x, y)\n")
+    (folder / "times.cpp").write_text(tiny())
     (folder / "latin.h").write_bytes("// é".encode("latin-1"))
     (folder / "empty").mkdir()
     with pytest.raises(TwinopError, match=re.escape(message)):
@@ -64,6 +66,7 @@ def test_what_cannot_be_built(
         ('[tool.twinop]\nsource = ["times.h"]', "[tool.twinop] has source = ['times.h']; expected some of"),
         ('[tool.twinop]\nsources = "times.h"', "[tool.twinop] has sources = 'times.h'; expected some of"),
         ('[tool.twinop]\nsources = ["a.h"]', "names the source"),
+        ("[tool.twinop]\ndomain_version = 0", "has domain_version = 0; expected some of"),
     ],
 )
 def test_a_broken_pyproject(header: Path, text: str, message: str) -> None:

@@ -116,9 +116,16 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
         )
     domain = domain or settings.get("domain") or name
     check_domain(domain)
+    files = [*{path.resolve(): path for path in files}.values()]  # each once
     modules = tuple(path.resolve() for path in files if path.suffix == ".py" and _declares_kernels(path))
     objects = tuple(path.resolve() for path in files if path.suffix in OBJECTS)
     sources = tuple(_source(path) for path in files if path.resolve() not in (*modules, *objects))
+    places = dict[str, Path]()
+    for op, path in ((op, source.path) for source in sources for _, op in source.ops):
+        if places.setdefault(op, path) != path:
+            raise BuildError(
+                f"{places[op]} and {path} both have an op {op}. Ops of one library have different names"
+            )
     if not modules and not any(source.ops for source in sources):
         said = ", ".join(str(file) for file in files) or f"{paths[0]}: no {', '.join(_SUFFIXES)} file"
         raise BuildError(
@@ -176,10 +183,11 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise BuildError(f"{file}: does not parse: {error}") from error
     settings = content.get("tool", {}).get("twinop", {})
     for key, value in settings.items():
-        if type(value) is not _SETTINGS.get(key):
+        is_wrong = key == "domain_version" and value not in range(1, 2**31)
+        if is_wrong or type(value) is not _SETTINGS.get(key):
             raise BuildError(
                 f"{file}: [tool.twinop] has {key} = {value!r}; expected some of name, domain (texts), "
-                "sources (a list of files) and domain_version (a number)"
+                "sources (a list of files) and domain_version (a number from 1 on)"
             )
     name = content.get("project", {}).get("name")
     return ({"name": _identifier(name)} if isinstance(name, str) else {}) | settings
