@@ -1,6 +1,7 @@
 """The batcher with a runner of the test's own: which requests are joined, wait, fail or are dropped."""
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -76,8 +77,14 @@ async def behind_a_run(runner: Doubler, queue: Batcher, *requests: Request) -> l
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Let a test be a coroutine, which ends within a minute, on the loop that serves."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        uvloop.run(asyncio.wait_for(test(**fixtures), 60))
+
+    return run
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -93,174 +100,154 @@ def failure_of(outcome: Result | BaseException) -> Failure:
 # -------------------------------------------------------------------------------- what is joined
 
 
-def test_what_arrives_while_the_instance_is_busy_is_joined() -> None:
-    async def test() -> None:
-        runner = Doubler()
-        queue, rows = batcher(runner, max_batch_size=8), list[int]()
-        queue.on_run = lambda number, seconds: rows.append(number)
-        results = await behind_a_run(runner, queue, *[request(1, 2)] * 6)
-        assert runner.batches == [[2], [2, 2, 2, 2], [2]]  # 8 rows at most; a lone request runs at once
-        assert rows == [2, 8, 2]
-        assert all(each.outputs["y"].tolist() == [[2], [4]] for each in results)
-        runner = Doubler()
-        await behind_a_run(runner, batcher(runner), *[request(1)] * 3)  # without a max_batch_size
-        assert runner.batches == [[1], [1], [1]]
-
-    run(test)
+@in_a_loop
+async def test_what_arrives_while_the_instance_is_busy_is_joined() -> None:
+    runner = Doubler()
+    queue, rows = batcher(runner, max_batch_size=8), list[int]()
+    queue.on_run = lambda number, seconds: rows.append(number)
+    results = await behind_a_run(runner, queue, *[request(1, 2)] * 6)
+    assert runner.batches == [[2], [2, 2, 2, 2], [2]]  # 8 rows at most; a lone request runs at once
+    assert rows == [2, 8, 2]
+    assert all(each.outputs["y"].tolist() == [[2], [4]] for each in results)
+    runner = Doubler()
+    await behind_a_run(runner, batcher(runner), *[request(1)] * 3)  # without a max_batch_size
+    assert runner.batches == [[1], [1], [1]]
 
 
-def test_only_like_requests_are_joined_and_the_oldest_goes_first() -> None:
-    async def test() -> None:
-        runner = Doubler(held=True)
-        queue = batcher(runner, max_batch_size=8)
-        widths = [1, 3, 1, 3, 1]
-        tasks = [asyncio.create_task(queue.submit(request(i, columns=w), Y)) for i, w in enumerate(widths)]
-        tasks.append(asyncio.create_task(queue.submit(request(9), ("y", "z"))))  # other outputs
-        await until(lambda: queue.queued == 5)
-        runner.gate.set()
-        results = await asyncio.gather(*tasks)
-        assert runner.batches == [[1], [1, 1], [1, 1], [1]]
-        assert [result.outputs["y"].shape for result in results] == [(1, w) for w in [*widths, 1]]
-        assert set(results[-1].outputs) == {"y", "z"}
-
-    run(test)
+@in_a_loop
+async def test_only_like_requests_are_joined_and_the_oldest_goes_first() -> None:
+    runner = Doubler(held=True)
+    queue = batcher(runner, max_batch_size=8)
+    widths = [1, 3, 1, 3, 1]
+    tasks = [asyncio.create_task(queue.submit(request(i, columns=w), Y)) for i, w in enumerate(widths)]
+    tasks.append(asyncio.create_task(queue.submit(request(9), ("y", "z"))))  # other outputs
+    await until(lambda: queue.queued == 5)
+    runner.gate.set()
+    results = await asyncio.gather(*tasks)
+    assert runner.batches == [[1], [1, 1], [1, 1], [1]]
+    assert [result.outputs["y"].shape for result in results] == [(1, w) for w in [*widths, 1]]
+    assert set(results[-1].outputs) == {"y", "z"}
 
 
-def test_a_poisoned_request_fails_alone() -> None:
-    async def test() -> None:
-        runner = Doubler()
-        requests = [request(i) for i in (1, 2, -3, 4)]
-        outcomes = await behind_a_run(runner, batcher(runner, max_batch_size=8), *requests)
-        assert failure_of(outcomes.pop(2)) is INVALID
-        assert [outcome.outputs["y"].item() for outcome in outcomes] == [2, 4, 8]
-        assert runner.batches == [[1], [1, 1, 1], [1], [1], [1]]
-
-    run(test)
+@in_a_loop
+async def test_a_poisoned_request_fails_alone() -> None:
+    runner = Doubler()
+    requests = [request(i) for i in (1, 2, -3, 4)]
+    outcomes = await behind_a_run(runner, batcher(runner, max_batch_size=8), *requests)
+    assert failure_of(outcomes.pop(2)) is INVALID
+    assert [outcome.outputs["y"].item() for outcome in outcomes] == [2, 4, 8]
+    assert runner.batches == [[1], [1, 1, 1], [1], [1], [1]]
 
 
-def test_outputs_with_other_rows_are_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+@in_a_loop
+async def test_outputs_with_other_rows_are_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     class Total(Doubler):
         def run(self, parts: Any, outputs: Any) -> dict[str, np.ndarray]:
             found = super().run(parts, outputs)
             return {name: value.sum(keepdims=True) for name, value in found.items()}
 
-    async def test() -> None:
-        runner = Total()
-        queue = batcher(runner, max_batch_size=8)
-        requests = [request(i, i) for i in range(3)]
-        results = await behind_a_run(runner, queue, *requests)
-        assert [result.outputs["y"].item() for result in results] == [0, 4, 8]
-        assert runner.batches == [[2], [2, 2], [2], [2]]
-        await behind_a_run(runner, queue, *requests)
-        assert runner.batches[4:] == [[2], [2], [2]]  # no longer batched
-
-    run(test)
+    runner = Total()
+    queue = batcher(runner, max_batch_size=8)
+    requests = [request(i, i) for i in range(3)]
+    results = await behind_a_run(runner, queue, *requests)
+    assert [result.outputs["y"].item() for result in results] == [0, 4, 8]
+    assert runner.batches == [[2], [2, 2], [2], [2]]
+    await behind_a_run(runner, queue, *requests)
+    assert runner.batches[4:] == [[2], [2], [2]]  # no longer batched
     assert "Set max_batch_size to 0" in caplog.text
 
 
-def test_a_request_without_inputs_and_a_scalar_have_one_row() -> None:
+@in_a_loop
+async def test_a_request_without_inputs_and_a_scalar_have_one_row() -> None:
     class Constant(Doubler):
         def run(self, parts: Any, outputs: Any) -> dict[str, np.ndarray]:
             return dict.fromkeys(outputs, np.ones(1))
 
-    async def test() -> None:
-        queue, rows = batcher(Constant()), list[int]()
-        queue.on_run = lambda number, seconds: rows.append(number)
-        for inputs in ({}, {"x": np.array(1, np.float32)}):
-            await queue.submit(Request("m", inputs, arrived=time.monotonic()), Y)
-        assert rows == [1, 1]
-
-    run(test)
+    queue, rows = batcher(Constant()), list[int]()
+    queue.on_run = lambda number, seconds: rows.append(number)
+    for inputs in ({}, {"x": np.array(1, np.float32)}):
+        await queue.submit(Request("m", inputs, arrived=time.monotonic()), Y)
+    assert rows == [1, 1]
 
 
 # -------------------------------------------------------------------------------- what is refused or dropped
 
 
-def test_a_deadline_ends_the_wait_and_the_run_of_its_client() -> None:
-    async def test() -> None:
-        runner = Doubler(held=True)
-        queue = batcher(runner)
-        first = queue.submit(request(1, deadline=time.monotonic() + 0.2), Y)  # it runs
-        second = queue.submit(request(2, deadline=time.monotonic() + 0.05), Y)
-        outcomes = await asyncio.gather(first, second, return_exceptions=True)
-        assert [failure_of(each) for each in outcomes] == [DEADLINE] * 2 and "time was over" in str(outcomes)
-        assert queue.queued == 0
-        runner.gate.set()
-        assert (await queue.submit(request(3), Y)).outputs["y"].item() == 6  # the instance is free again
-        assert len(runner.batches) == 2
-
-    run(test)
+@in_a_loop
+async def test_a_deadline_ends_the_wait_and_the_run_of_its_client() -> None:
+    runner = Doubler(held=True)
+    queue = batcher(runner)
+    first = queue.submit(request(1, deadline=time.monotonic() + 0.2), Y)  # it runs
+    second = queue.submit(request(2, deadline=time.monotonic() + 0.05), Y)
+    outcomes = await asyncio.gather(first, second, return_exceptions=True)
+    assert [failure_of(each) for each in outcomes] == [DEADLINE] * 2 and "time was over" in str(outcomes)
+    assert queue.queued == 0
+    runner.gate.set()
+    assert (await queue.submit(request(3), Y)).outputs["y"].item() == 6  # the instance is free again
+    assert len(runner.batches) == 2
 
 
-def test_deadlines_of_any_fraction_are_kept_on_the_loop_that_serves() -> None:
+@in_a_loop
+async def test_deadlines_of_any_fraction_are_kept() -> None:
     """uvloop's timers have whole milliseconds and may fire early."""
-
-    async def test() -> None:
-        runner = Doubler(held=True)
-        queue = batcher(runner, max_queue=1000)
-        first = asyncio.create_task(queue.submit(request(0), Y))
-        await until(lambda: not queue._idle)
-        seconds = np.random.default_rng(0).uniform(0.02, 0.3, 100)
-        started = time.monotonic()
-        waiting = [queue.submit(request(1, deadline=started + s), Y) for s in seconds]
-        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        assert not queue._idle  # the run is still held
-        assert {failure_of(outcome) for outcome in outcomes} == {DEADLINE}
-        runner.gate.set()
-        await first
-
-    uvloop.run(asyncio.wait_for(test(), 60))
+    runner = Doubler(held=True)
+    queue = batcher(runner, max_queue=1000)
+    first = asyncio.create_task(queue.submit(request(0), Y))
+    await until(lambda: not queue._idle)
+    seconds = np.random.default_rng(0).uniform(0.02, 0.3, 100)
+    started = time.monotonic()
+    waiting = [queue.submit(request(1, deadline=started + s), Y) for s in seconds]
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert not queue._idle  # the run is still held
+    assert {failure_of(outcome) for outcome in outcomes} == {DEADLINE}
+    runner.gate.set()
+    await first
 
 
-def test_cancelled_work_never_runs() -> None:
-    async def test() -> None:
-        runner = Doubler(held=True)
-        queue = batcher(runner, max_batch_size=8)
-        tasks = [asyncio.create_task(queue.submit(request(i), Y)) for i in range(4)]
-        await until(lambda: queue.queued == 3)
-        tasks[2].cancel()
-        await until(lambda: queue.queued == 2)
-        runner.gate.set()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(outcomes[2], asyncio.CancelledError)
-        assert runner.batches == [[1], [1, 1]]
-
-    run(test)
+@in_a_loop
+async def test_cancelled_work_never_runs() -> None:
+    runner = Doubler(held=True)
+    queue = batcher(runner, max_batch_size=8)
+    tasks = [asyncio.create_task(queue.submit(request(i), Y)) for i in range(4)]
+    await until(lambda: queue.queued == 3)
+    tasks[2].cancel()
+    await until(lambda: queue.queued == 2)
+    runner.gate.set()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(outcomes[2], asyncio.CancelledError)
+    assert runner.batches == [[1], [1, 1]]
 
 
-def test_a_surprise_in_a_run_is_one_message(caplog: pytest.LogCaptureFixture) -> None:
+@in_a_loop
+async def test_a_surprise_in_a_run_is_one_message(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Doubler):
         def run(self, parts: Any, outputs: Any) -> dict[str, np.ndarray]:
             raise RuntimeError("/secret/path")
 
-    async def test() -> None:
-        with pytest.raises(ServiceError, match="could not be run") as caught:
-            await batcher(Broken()).submit(request(1), Y)
-        assert caught.value.failure is RUN_FAILED
-        assert "secret" not in str(caught.value)
-
-    run(test)
+    with pytest.raises(ServiceError, match="could not be run") as caught:
+        await batcher(Broken()).submit(request(1), Y)
+    assert caught.value.failure is RUN_FAILED
+    assert "secret" not in str(caught.value)
     assert "/secret/path" in caplog.text
 
 
-def test_a_batch_that_broke_the_gpu_is_not_run_again() -> None:
+@in_a_loop
+async def test_a_batch_that_broke_the_gpu_is_not_run_again() -> None:
     class Sticky(Doubler):
         def run(self, parts: Any, outputs: Any) -> dict[str, np.ndarray]:
             super().run(parts, outputs)
             raise ServiceError(BROKEN, "the GPU cannot be used any more")
 
-    async def test() -> None:
-        runner, broken = Sticky(), list[str]()
-        queue = batcher(runner, max_batch_size=8)
-        queue.on_broken = broken.append
-        outcomes = await behind_a_run(runner, queue, *[request(1)] * 3)
-        assert [failure_of(each) for each in outcomes] == [BROKEN] * 3
-        assert runner.batches == [[1], [1, 1]] and broken == ["the GPU cannot be used any more"] * 3
-
-    run(test)
+    runner, broken = Sticky(), list[str]()
+    queue = batcher(runner, max_batch_size=8)
+    queue.on_broken = broken.append
+    outcomes = await behind_a_run(runner, queue, *[request(1)] * 3)
+    assert [failure_of(each) for each in outcomes] == [BROKEN] * 3
+    assert runner.batches == [[1], [1, 1]] and broken == ["the GPU cannot be used any more"] * 3
 
 
-def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that fails is run again, request by request: only one that takes too long is ended."""
     monkeypatch.setattr(batching, "HANGS_AFTER", 60.0)
 
@@ -275,20 +262,18 @@ def test_each_run_of_a_batch_has_the_whole_time(monkeypatch: pytest.MonkeyPatch)
         def terminate(self, now: bool = True) -> None:
             self.ended.set() if now else self.ended.clear()
 
-    async def test() -> None:
-        queue = batcher(Failing(), max_batch_size=16, run_timeout_seconds=1)
-        first = asyncio.create_task(queue.submit(request(0), Y))
-        asked = [queue.submit(request(value), Y) for value in range(1, 8)]
-        assert len(await asyncio.gather(first, *asked)) == 8
-        with pytest.raises(ServiceError) as caught:
-            await queue.submit(request(-1), Y)
-        assert caught.value.failure is RUN_TOO_LONG
-        assert (await queue.submit(request(1), Y)).outputs["y"] == 2
-
-    run(test)
+    queue = batcher(Failing(), max_batch_size=16, run_timeout_seconds=1)
+    first = asyncio.create_task(queue.submit(request(0), Y))
+    asked = [queue.submit(request(value), Y) for value in range(1, 8)]
+    assert len(await asyncio.gather(first, *asked)) == 8
+    with pytest.raises(ServiceError) as caught:
+        await queue.submit(request(-1), Y)
+    assert caught.value.failure is RUN_TOO_LONG
+    assert (await queue.submit(request(1), Y)).outputs["y"] == 2
 
 
-def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is an error of the load: a request would wait forever."""
     start, refused = threading.Thread.start, [True, False]
 
@@ -297,12 +282,9 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
             raise RuntimeError("can't start new thread")
         start(self)
 
-    async def test() -> None:
-        with pytest.raises(ModelError, match="m: can't start new thread, of 3"):
-            batcher(Doubler(), instances=3)
-
     monkeypatch.setattr(threading.Thread, "start", limited)
-    run(test)
+    with pytest.raises(ModelError, match="m: can't start new thread, of 3"):
+        batcher(Doubler(), instances=3)
 
 
 def test_work_on_a_request_that_takes_too_much_memory() -> None:
@@ -318,22 +300,20 @@ def test_work_on_a_request_that_takes_too_much_memory() -> None:
 # -------------------------------------------------------------------------------- the end
 
 
-def test_draining_answers_what_was_accepted_and_takes_no_more() -> None:
-    async def test() -> None:
-        await batcher(Doubler()).drain()  # an idle one ends at once
-        runner = Doubler(held=True)
-        queue = batcher(runner)
-        tasks = [asyncio.create_task(queue.submit(request(i), Y)) for i in range(3)]
-        await until(lambda: queue.queued == 2)
-        draining = asyncio.create_task(queue.drain())
-        await asyncio.sleep(0.01)
-        assert not draining.done()
-        with pytest.raises(ServiceError) as caught:
-            await queue.submit(request(9), Y)
-        assert caught.value.failure is NOT_READY
-        tasks.pop().cancel()
-        runner.gate.set()
-        assert len(await asyncio.gather(*tasks)) == 2
-        await draining
-
-    run(test)
+@in_a_loop
+async def test_draining_answers_what_was_accepted_and_takes_no_more() -> None:
+    await batcher(Doubler()).drain()  # an idle one ends at once
+    runner = Doubler(held=True)
+    queue = batcher(runner)
+    tasks = [asyncio.create_task(queue.submit(request(i), Y)) for i in range(3)]
+    await until(lambda: queue.queued == 2)
+    draining = asyncio.create_task(queue.drain())
+    await asyncio.sleep(0.01)
+    assert not draining.done()
+    with pytest.raises(ServiceError) as caught:
+        await queue.submit(request(9), Y)
+    assert caught.value.failure is NOT_READY
+    tasks.pop().cancel()
+    runner.gate.set()
+    assert len(await asyncio.gather(*tasks)) == 2
+    await draining
