@@ -21,7 +21,7 @@ def values(datatype: str, *shape: int, seed: int = 0) -> np.ndarray:
     if datatype == "BYTES":
         texts = ["", "a", "zwei\n", "\0", "\N{SNOWMAN}", "\N{PILE OF POO}", '"quoted\\"']
         array = np.empty(shape, object)
-        array[:] = random.choice(np.array(texts, object), shape)
+        array[...] = random.choice(np.array(texts, object), shape)
         return array
     if datatype == "BOOL":
         return random.integers(0, 2, shape).astype(bool)
@@ -31,18 +31,20 @@ def values(datatype: str, *shape: int, seed: int = 0) -> np.ndarray:
     return array.reshape(shape)
 
 
+def finite(array: np.ndarray) -> np.ndarray:
+    """Return the array with -0.0 for what is not finite."""
+    if array.dtype == object:
+        return array
+    with np.errstate(invalid="ignore"):  # signalling NaNs of bfloat16
+        return np.where(np.isfinite(array), array, array.dtype.type(-0.0))
+
+
 def raw(array: np.ndarray) -> bytes:
     """Return the tensor's bytes in the protocol's binary format."""
     if array.dtype == object:
         texts = [text.encode() if isinstance(text, str) else text for text in array.ravel()]
         return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
     return array.tobytes()
-
-
-def strings(texts: list[str]) -> np.ndarray:
-    array = np.empty(len(texts), object)
-    array[:] = texts
-    return array
 
 
 def rest_request(inputs: dict[str, Any], tail: bytes = b"", **rest: Any) -> tuple[bytes, dict[str, str]]:

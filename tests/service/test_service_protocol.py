@@ -15,7 +15,7 @@ import pytest
 import service_models as models
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from service_codecs import raw, values
+from service_codecs import finite, raw, values
 from service_fixtures import Served, split, tensor, wait_until
 from service_rows import ROW, in_flight, message
 from tritonclient.grpc import service_pb2 as pb
@@ -189,12 +189,6 @@ def test_deadlines(served: Served, stub: Any, busy: Busy) -> None:
 DATATYPES = list(models.ELEMENTS)
 
 
-def finite(datatype: str) -> np.ndarray:
-    array = values(datatype, 7, 11)
-    with np.errstate(invalid="ignore"):
-        return array if datatype == "BYTES" else np.where(np.isfinite(array), array, array.dtype.type(-0.0))
-
-
 # -------------------------------------------------------------------------------- inference
 
 
@@ -228,7 +222,7 @@ def test_tritonclient(client: Any, datatype: str) -> None:
 
 @pytest.mark.parametrize("datatype", [each for each in DATATYPES if each not in ("FP16", "BF16")])
 def test_tritonclient_with_json(served: Served, datatype: str) -> None:
-    array = finite(datatype)
+    array = finite(values(datatype, 7, 11))
     with triton_http.InferenceServerClient(f"127.0.0.1:{served.http_port}") as client:
         assert raw(echoed(client, datatype, array, binary_data=False)) == raw(array)
 
