@@ -165,12 +165,12 @@ def test_a_version_that_is_loaded_again_keeps_its_series() -> None:
     assert value("requests_total", model="again", version="1") is None
 
 
-def logged(script: str, level: str = "info") -> list[dict[str, Any]]:
+def logged(script: str) -> list[dict[str, Any]]:
     """Run a script that logs, and return its log, which must consist of JSON lines only."""
     program = f"""
 import logging, warnings
 from twinop.deploy.service import logs
-logs.configure({level!r})
+logs.configure("info")
 log = logging.getLogger("twinop.deploy.service.test")
 {textwrap.dedent(script)}
 """
@@ -185,34 +185,23 @@ def test_a_closed_stderr_gets_no_logs() -> None:
 
 
 def test_a_line_of_json_for_each_record() -> None:
-    (line,) = logged('log.info("ready on %s", "cpu", extra={"http_port": 8080, "where": [1, 2]})')
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
-    assert line == {
-        "level": "info",
-        "logger": "twinop.deploy.service.test",
-        "message": "ready on cpu",
-        "http_port": 8080,
-        "where": [1, 2],
-    }
-
-
-def test_nothing_ends_a_line_early() -> None:
+    """Nothing ends a line early, and a traceback is a field."""
     hostile = "a\nb\r\n\x1b[31m{}\u2028\x85\ud800"
-    (line,) = logged(f"log.warning('%s', {hostile!r}, extra={{'path': {hostile!r}, 'other': object}})")
-    assert line["message"] == line["path"] == hostile
-    assert line["other"] == "<class 'object'>"
-
-
-def test_a_traceback_is_a_field() -> None:
-    (line,) = logged("""
+    line, odd, failed = logged(f"""
+        log.info("ready on %s", "cpu", extra={{"http_port": 8080, "where": [1, 2]}})
+        log.warning("%s", {hostile!r}, extra={{"path": {hostile!r}, "other": object}})
         try:
             1 / 0
         except ZeroDivisionError:
             log.exception("failed")
     """)
-    assert line["message"] == "failed" and line["level"] == "error"
-    assert line["traceback"].startswith("Traceback (most recent call last):\n")
-    assert line["traceback"].endswith("ZeroDivisionError: division by zero")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
+    named = {"level": "info", "logger": "twinop.deploy.service.test", "message": "ready on cpu"}
+    assert line == named | {"http_port": 8080, "where": [1, 2]}
+    assert odd["message"] == odd["path"] == hostile and odd["other"] == "<class 'object'>"
+    assert failed["message"] == "failed" and failed["level"] == "error"
+    assert failed["traceback"].startswith("Traceback (most recent call last):\n")
+    assert failed["traceback"].endswith("ZeroDivisionError: division by zero")
 
 
 def test_requests_keep_their_fields_apart() -> None:
