@@ -78,7 +78,7 @@ def test_warm_up_at_the_shapes_given(
     # b has the same dimension N; the second run is at the largest batch. Then rows are compared.
     assert seen[:2] == [[{"a": (3, 4), "b": (3, 4)}], [{"a": (5, 4), "b": (5, 4)}]]
     with pytest.raises(ModelError, match="not enough memory to load it: Unable to allocate"):
-        loaded(tmp_path, service_models.relu(), max_batch_size=2**31 - 1)
+        loaded(tmp_path, service_models.relu(), warm_up={"x": (1 << 45, 4)})
     with pytest.raises(SettingsError, match="warm_up names 'z'; the model's inputs: x"):
         loaded(tmp_path, service_models.relu(), warm_up={"z": (1,)})
     with pytest.raises(SettingsError, match=r"warm_up: input x is FP32\[1, 5\].* must be 4, not 5"):
