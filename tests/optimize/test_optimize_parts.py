@@ -1,7 +1,6 @@
 """Tests of rewrites of parts of a tensor, of nodes that stay, and of standard ops where the user asks."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -59,46 +58,37 @@ def test_gates_of_slices(gate: str, up: str, packed: bool, tmp_path: Path) -> No
     assert_same(tmp_path, z=(7, 8))
 
 
-def test_a_norm_in_float64(tmp_path: Path) -> None:
-    """The op starts at the Cast to float64, because it takes and returns one dtype."""
-    text = """(float[N, 8] x) => (float[N, 8] y) {
-        d = Cast <to=11> (x) q = Mul (d, d) m = ReduceMean <keepdims=1> (q, last) e = Add (m, eps)
-        r = Sqrt (e) n = Div (d, r) c = Cast <to=1> (n) y = Mul (c, w) }"""
-    _, model = optimized(parsed(text, last=INDICES["m1"], eps=np.array(1e-6), w=weights(8)), tmp_path)
-    assert types(model) == {"CustomRmsNorm": 1}
-    assert_same(tmp_path, x=(7, 8))
-
-
-STAYS = {
+# The graph, its constants, the types of nodes after it, and what is skipped.
+BESIDE: dict[str, tuple[str, dict[str, np.ndarray], dict[str, int], dict[str, int]]] = {
+    # The op starts at the Cast to float64, because it takes and returns one dtype.
+    "a norm in float64": (
+        """(float[N, 8] x) => (float[N, 8] y) { d = Cast <to=11> (x) q = Mul (d, d)
+        m = ReduceMean <keepdims=1> (q, last) e = Add (m, eps) r = Sqrt (e) n = Div (d, r) c = Cast <to=1> (n)
+        y = Mul (c, w) }""",
+        {"last": np.array([-1]), "eps": np.array(1e-6), "w": weights(8)}, {"CustomRmsNorm": 1}, {},
+    ),
     "a bias of a higher rank": (
         "(float[N, 8] x) => (float[1, N, 8] y) { h = MatMul (x, w) y = Add (h, b) }",
-        {"w": weights(8, 8), "b": weights(1, 1, 8)},
-        {"CustomLinear": 1, "Add": 1},
+        {"w": weights(8, 8), "b": weights(1, 1, 8)}, {"CustomLinear": 1, "Add": 1}, {},
     ),
     "a weight with the name of a new one": (
         "(float[N, 8] x) => (float[N, 8] y) { h = MatMul (x, w) y = MatMul (h, w_nk) }",
-        {"w": weights(8, 8), "w_nk": weights(8, 8, seed=1)},
-        {"CustomLinear": 2},
+        {"w": weights(8, 8), "w_nk": weights(8, 8, seed=1)}, {"CustomLinear": 2}, {},
     ),
-}
+    "a norm with one number as weight, beside another": (
+        """(float[N, 8] x) => (float[N, 8] y, float[N, 8] z) {
+        y = SimplifiedLayerNormalization <axis=-1> (x, w) z = RMSNormalization <axis=-1> (x, one) }""",
+        {"w": weights(8), "one": weights(1)}, {"CustomRmsNorm": 1, "RMSNormalization": 1},
+        {"RMSNormalization: one number as weight": 1},
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", STAYS.values(), ids=list(STAYS))
-def test_beside_other_constants(case: tuple[str, Any, dict[str, int]], tmp_path: Path) -> None:
-    text, given, wanted = case
-    _, model = optimized(parsed(text, **given), tmp_path)
-    assert types(model) == wanted
-    assert_same(tmp_path, x=(7, 8))
-
-
-def test_a_norm_with_one_number_as_weight(tmp_path: Path) -> None:
-    """It stays, and the other one is fused."""
-    text = """(float[N, 8] x) => (float[N, 8] y, float[N, 8] z) {
-        y = SimplifiedLayerNormalization <axis=-1> (x, w) z = RMSNormalization <axis=-1> (x, one) }"""
-    proto = parsed(text, 23, w=weights(8), one=weights(1))
-    report, model = optimized(proto, tmp_path)
-    assert types(model) == {"CustomRmsNorm": 1, "RMSNormalization": 1}
-    assert report.skipped == {"RMSNormalization: one number as weight": 1}
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_others(name: str, tmp_path: Path) -> None:
+    text, given, kinds, skipped = BESIDE[name]
+    report, model = optimized(parsed(text, 23 if "RMSNorm" in text else 20, **given), tmp_path)
+    assert types(model) == kinds and report.skipped == skipped
     assert_same(tmp_path, x=(7, 8))
 
 
