@@ -40,9 +40,9 @@ class SettingsError(TwinopError):
 
 
 class Section(BaseModel):
-    """A section of twinop.toml, whose values do not change."""
+    """A section of twinop.toml, whose values do not change. `false` is no number, and "2" neither."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def _as_several(value: Any) -> Any:
@@ -267,11 +267,18 @@ def read_toml(path: Path) -> dict[str, Any]:
 def checked(kind: type[S], values: dict[str, Any], where: str) -> S:
     """Validate `values`; the message of a SettingsError lists each problem on a line."""
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(_with_tuples(values))
     except ValidationError as error:
         places = [".".join(map(str, each["loc"])) or "together" for each in error.errors()]
         lines = [f"\n  - {at}: {_said(each, kind)}" for at, each in zip(places, error.errors(), strict=True)]
         raise SettingsError(f"{where}:" + "".join(lines)) from error
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return a value of TOML with a tuple for each array, as sections have them."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(each) for name, each in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _said(problem: Any, kind: type[Section]) -> str:
@@ -279,4 +286,4 @@ def _said(problem: Any, kind: type[Section]) -> str:
         for section in problem["loc"][:-1]:
             kind = kind.model_fields[section].annotation  # type: ignore[assignment]  # the section's class
         return f"no such setting. There are: {', '.join(kind.model_fields)}"
-    return problem["msg"].removeprefix("Value error, ")
+    return problem["msg"].removeprefix("Value error, ").replace("valid tuple", "valid array")

@@ -39,7 +39,7 @@ from twinop.deploy.service.operations import Token
 from twinop.deploy.service.repository import Repository
 from twinop.deploy.service.request import Budget
 from twinop.deploy.service.rest import AddressError, RestServer, bound
-from twinop.deploy.service.settings import Settings, read_settings
+from twinop.deploy.service.settings import ModelSettings, ServerSettings, Settings, read_settings
 from twinop.errors import TwinopError
 
 READY = b"GET /v2/health/ready HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -275,7 +275,7 @@ def one_model(tmp_path: Path) -> Path:
 
 def listen(models_folder: Path, **server: Any) -> None:
     """Start to listen, and end; AddressError."""
-    settings = Settings(server={"http_port": 0, "grpc_port": 0, **server})
+    settings = Settings(server=ServerSettings(**{"http_port": 0, "grpc_port": 0, **server}))
     repository = Repository(models_folder, settings)
 
     async def start() -> None:
@@ -401,10 +401,10 @@ def test_a_broken_model_is_an_error_of_that_model_alone(
 ) -> None:
     """The others are served, the log names it; no models at all end the server."""
     broken_and_good(tmp_path, how)
-    model = {"provider": "cpu"}
+    settings = Settings(model=ModelSettings(provider="cpu"))
 
     async def load() -> Repository:
-        repository = Repository(tmp_path, Settings(model=model))
+        repository = Repository(tmp_path, settings)
         await repository.load_all()
         return repository
 
@@ -417,7 +417,7 @@ def test_a_broken_model_is_an_error_of_that_model_alone(
         asyncio.run(load())
 
 
-SETTINGS = Settings(server={"poll_seconds": 0.01}, model={"provider": "cpu"})
+SETTINGS = Settings(server=ServerSettings(poll_seconds=0.01), model=ModelSettings(provider="cpu"))
 
 
 def test_a_load_that_takes_long_delays_no_other_model(

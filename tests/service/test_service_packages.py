@@ -89,13 +89,13 @@ def sha256(path: Path) -> str:
 def test_named_libraries(tmp_path: Path, libraries: dict[str, Path]) -> None:
     folder = tmp_path / "libraries"
     folder.mkdir()
-    cube = shutil.copy(find_library("test_cube"), folder)
-    other = shutil.copy(c_library("other_ops", '-DDOMAIN="other.ops"'), folder)
+    cube = Path(shutil.copy(find_library("test_cube"), folder))
+    other = Path(shutil.copy(c_library("other_ops", '-DDOMAIN="other.ops"'), folder))
     server = ServerSettings(library_folders=(folder,))
-    named = [other, cube]
+    named = (other, cube)
     model = loaded(tmp_path, three_nodes(), server, library=named)
-    assert [library.path for library in model.session.libraries[:2]] == [Path(other), Path(cube)]
-    right = [sha256(library.path) for library in model.session.libraries]
+    assert [library.path for library in model.session.libraries[:2]] == [other, cube]
+    right = tuple(sha256(library.path) for library in model.session.libraries)
     assert loaded(tmp_path, three_nodes(), server, library=named, library_sha256=right).session.libraries
     with pytest.raises(
         LibraryError, match=f"libtest_cube.so: its SHA-256 is .*, but library_sha256 is {right[0]}"
@@ -103,7 +103,7 @@ def test_named_libraries(tmp_path: Path, libraries: dict[str, Path]) -> None:
         loaded(tmp_path, three_nodes(), server, library=named, library_sha256=right[:1])
     shutil.copy(cube, folder / "libagain.so")
     with pytest.raises(LibraryError, match="both have ops of the domain test_cube"):
-        loaded(tmp_path, three_nodes(), server, library=[*named, folder / "libagain.so"])
+        loaded(tmp_path, three_nodes(), server, library=(*named, folder / "libagain.so"))
 
 
 def test_build_among_the_models_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

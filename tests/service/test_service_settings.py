@@ -80,6 +80,7 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
         ('[model]\nversions = "newest"', "model.versions"),
         ('[policy]\nlibraries = "all"', "policy: no such setting. There are: server, model, models$"),
         ("server = 3", "server: "),
+        ('[server]\nlibrary_folders = "libs"', "server.library_folders: Input should be a valid array"),
         ("[model]\nsession = 3", "model.session: Input should be a valid dictionary"),
         ("[model.provider_options.rocm]", "Input should be 'cuda'"),
         (
@@ -88,6 +89,9 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
         ),
         ("[server]\nhttp_port = -1\ngrpc_port = -1", r"server.http_port: .*\n  - server.grpc_port: "),
         ("[[", "not TOML"),
+        ("[server]\ngrpc_port = false", "server.grpc_port: Input should be a valid integer"),
+        ('[model]\ninstances = "2"', "model.instances: Input should be a valid integer"),
+        ('[model]\ncompare_bodies = "no"', "model.compare_bodies: Input should be a valid boolean"),
         ("[server]\ngrace_seconds = inf", "server.grace_seconds: Input should be a finite number"),
         (
             "[server]\nbody_seconds = 1e9",
