@@ -146,6 +146,9 @@ def test_what_cannot_be_built(tmp_path: Path) -> None:
         build(find_project([tmp_path / "refused_mish.py"]), options=Options(cpu=True))
     said = refused(tmp_path, "refused_mish", mish, "90", domain="other")
     assert "refused_mish has the domain refused_mish, the library other" in said
+    without = "\n".join(line for line in mish.splitlines() if "cdiv" not in line)
+    without = without.replace("refused_mish", "no_kernel")
+    assert "no_kernel launches no kernel" in refused(tmp_path, "no_kernel", without)
     assert "declares no op with kernels" in refused(tmp_path, "no_op", "import torch\n")
     said = refused(tmp_path, "nothing_declared", 'TEXT = """\n@twinop.triton_op(\n"""\n')
     assert "declares no op. Expected @twinop.triton_op" in said

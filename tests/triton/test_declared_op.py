@@ -188,6 +188,11 @@ def test_mistakes_of_a_declaration() -> None:
         declare(backward=lambda gard, x: gard)(_named("x"))
     with pytest.raises(TwinopError, match="its backward is in the domain unbuilt; expected one domain"):
         declare(backward=doubled_backward)(_named("x"))
+    with pytest.raises(TwinopError, match=r"its backward is a function of C\+\+; expected one whose param"):
+        declare(backward=torch.relu)(_named("x"))
+    for dtypes in ("float32", (), (torch.float32,)):
+        with pytest.raises(RecordError, match=r"dtypes is .*; expected a tuple of texts, such as"):
+            declare(dtypes=dtypes)(_named("x"))
     with pytest.raises(TwinopError, match="domain 'my-ops': expected a name of letters"):
         declare(domain="my-ops")(_named("x"))
 
@@ -277,11 +282,22 @@ def test_what_a_call_gets_wrong() -> None:
     two = declare("two(Tensor a, Tensor b) -> Tensor", body=torch.add, backward=lambda grad: grad)
     with pytest.raises(RecordError, match="its backward returned 1 gradients; expected one for each of a, b"):
         two(lambda a, b: torch.empty_like(a))(torch.ones(2).requires_grad_(), torch.ones(2)).sum().backward()
-    given = declare("given(Tensor a, Tensor b) -> Tensor", samples=lambda dtype, size: [(1, 2, 3)])
-    with pytest.raises(
-        TwinopError, match=r"samples\(float32, 4\) of given gave 3 values; expected tensors in"
-    ):
-        given(_named("a, b")).calls("float32", 4)
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        (lambda dtype, size: [(1, 2, 3)], "gave 3 values; expected tensors in the order of given(Tensor a"),
+        (lambda dtype, size: [(1,)], "gave a int for a of given(Tensor a, int n=1) -> Tensor"),
+        (lambda dtype, size: [{"a": torch.ones(1), "n": 1.5}], "gave a float for n of given("),
+        (lambda dtype, size: None, "failed: TypeError: 'NoneType' object is not iterable"),
+        (lambda dtype: [], "failed: TypeError: <lambda>() takes 1 positional argument but 2 were given"),
+    ],
+)
+def test_samples_that_do_not_fit(samples: Any, said: str) -> None:
+    given = declare("given(Tensor a, int n=1) -> Tensor", samples=samples)(_named("a, *, n"))
+    with pytest.raises(TwinopError, match=re.escape(f"samples(float32, 4) of given {said}")):
+        given.calls("float32", 4)
 
 
 def test_triton_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:

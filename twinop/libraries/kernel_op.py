@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ Launcher = Callable[..., Any]
 DECLARED: dict[str, "KernelOp"] = {}
 """The declared ops by `OpSpec.key`."""
 
+_KINDS: dict[str, Any] = {"int": Integral, "float": Real, "bool": bool, "str": str, "int[]": Sequence}
 _DTYPES = [name for name in DTYPES if not name.startswith("complex")]
 
 
@@ -78,7 +80,7 @@ class KernelOp(Op):
         """Returns the calls of `samples`, inputs and attributes by name; None if there is no such function.
 
         Raises:
-            TwinopError: a sample does not fit the schema.
+            TwinopError: the function fails, or a sample does not fit the schema.
         """
         if self.samples is None:
             return None
@@ -86,8 +88,15 @@ class KernelOp(Op):
 
         names = [entry.name for entry in self.record.inputs]
         needed = {entry.name for entry in self.record.inputs if not entry.optional}
+        where = f"{self.place}: samples({dtype}, {size}) of {self.name}"
+        try:
+            samples = list(self.samples(getattr(torch, dtype), size))
+        except Exception as error:
+            raise TwinopError(f"{where} failed: {type(error).__name__}: {error}") from error
+        kinds = {entry.name: _KINDS[entry.kind] for entry in self.record.attributes}
+        kinds |= {entry.name: (torch.Tensor, *[type(None)] * entry.optional) for entry in self.record.inputs}
         found = []
-        for sample in self.samples(getattr(torch, dtype), size):
+        for sample in samples:
             if isinstance(sample, Mapping):
                 call, count = dict(sample), len(sample)
                 said = f"a dict of {', '.join(map(str, sample)) or 'nothing'}"
@@ -97,10 +106,12 @@ class KernelOp(Op):
                 said = f"{count} values"
             if not needed <= call.keys() <= {*self.record.parameters} or len(call) < count:
                 raise TwinopError(
-                    f"{self.place}: samples({dtype}, {size}) of {self.name} gave {said}; "
-                    f"expected tensors in the order of {self.record.schema}, or a dict of inputs and "
-                    "attributes by name"
+                    f"{where} gave {said}; expected tensors in the order of {self.record.schema}, or a dict "
+                    "of inputs and attributes by name"
                 )
+            if wrong := [name for name, value in call.items() if not isinstance(value, kinds[name])]:
+                kind = type(call[wrong[0]]).__name__
+                raise TwinopError(f"{where} gave a {kind} for {wrong[0]} of {self.record.schema}")
             found.append(call)
         return found
 
@@ -180,6 +191,11 @@ def triton_op(
     def declare(launcher: Launcher) -> KernelOp:
         place = declared_domain(launcher, domain)
         check_domain(place)
+        if isinstance(dtypes, str) or not dtypes or not all(isinstance(each, str) for each in dtypes):
+            raise RecordError(
+                f"{place_of(launcher)}: dtypes is {dtypes!r}; expected a tuple of texts, such as "
+                '("float32", "float16 mean=float32")'
+            )
         texts = {"shapes": shapes, "choices": choices, "limits": limits, "sizes": sizes}
         record = record_of(schema, place, dtypes="; ".join(dtypes), input_shapes=input_shapes or "", **texts)
         check_op_name(record.name)
@@ -259,7 +275,13 @@ def _gradient_text(record: OpSpec, backward: "Callable[..., Any] | KernelOp | No
     if isinstance(backward, KernelOp):
         names = backward.record.parameters
     else:
-        names = list(inspect.signature(backward).parameters)
+        try:
+            names = list(inspect.signature(backward).parameters)
+        except ValueError:
+            raise TwinopError(
+                f"{record.qualified_name}: its backward is a function of C++; expected one whose parameters "
+                f"have names, some of {', '.join(known)}"
+            ) from None
     if unknown := [name for name in names if name not in known]:
         raise TwinopError(
             f"{record.qualified_name}: its backward takes {', '.join(unknown)}; expected some of "

@@ -45,6 +45,8 @@ def make_contents(project: Project, archs: Sequence[int], ptx: bool) -> tuple[Co
         places[op.name] = op.place
     traced = [_traced(op, version, (*archs, *[_FUTURE] * ptx)) for op in ops]
     plans, kernels = compile_plans([plan for each in traced for plan in each.plans], archs, ptx=ptx)
+    if not kernels:
+        raise BuildError(f"{ops[0].place}: {ops[0].name} launches no kernel")
     rest = iter(plans)
     notes = [f"{op.name}: {note}" for op, each in zip(ops, traced, strict=True) for note in each.notes]
     found = []
