@@ -24,6 +24,7 @@ from .source import Form, Source
 from .widen import round_results
 
 DEFECT = "this is a defect of twinop, please report it"
+SMALL_MASKS = "masks of numbers such as -10000 do not hide the large scores of these inputs"
 _NEAR = 4.0  # times the accepted error: sums in another order may have as much
 _SMALL = 1e-6  # a change of numbers that no result should hang on
 _OF_SIZES = 1e-2  # an error of broadcasting is larger
@@ -96,6 +97,11 @@ class Comparison:
                     return f"{text}. {others if by else 'Try a newer one'}"
             if equivalence.numbers_for_nan(outputs[output], self.found[index][output], reason.accepted):
                 return f"only where the original is NaN, as for rows that a mask hides. {others}"
+            lowered = self.source.form(equivalence.lower_masks(self.model.clone()))
+            with suppress(NotRunnable, TwinopError):
+                answer = run(lowered.what, self.library, self.reference.cases)
+                if not self.reference.errors(answer.outputs)[index][output] <= reason.accepted:
+                    return SMALL_MASKS
         try:
             found = run(self.last.what, self.library, self.reference.cases, optimize=False).outputs
             self.reference.check(self.reference.errors(found), self.noise, "float32")

@@ -13,6 +13,7 @@ from typing import cast as typed
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from twinop import deploy
 from twinop.deploy.ort_runs import Answer, NotRunnable, check_shown, has_wrong_types
@@ -36,6 +37,7 @@ Errors = list[list[float]]  # the relative error of each output of each case
 ACCEPTED = {"float32": 1e-4, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1.6e-2}
 """The relative error that is always accepted: sums in another order have as much."""
 _LARGE, _TIMES_TYPICAL = 1e4, 1e3  # numbers that hide scores and logits are far larger than the rest
+_LOW = np.float32(-1e30)
 LAST_BITS = 2.0**-22  # two fp32 numbers beside each other, twice
 IDS = "the ids of the largest rows"
 _FEW = 16  # constants of no more elements are sizes and bounds, where the last bits decide
@@ -336,6 +338,18 @@ def nudge_weights(model: ir.Model, by: float = LAST_BITS) -> ir.Model:
         is_float = tensor is not None and tensor.dtype is ir.DataType.FLOAT
         if tensor is not None and is_float and _FEW < tensor.size <= MOST_ELEMENTS:
             value.const_value = weights.nudged(tensor, by)
+    return model
+
+
+def lower_masks(model: ir.Model) -> ir.Model:
+    """Lowers numbers of -10000 and less in place, so far that they hide every score."""
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    for value in (value for graph in model.graphs() for value in graph.initializers.values()):
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype is ir.DataType.FLOAT and tensor.size <= MOST_ELEMENTS:
+            array = tensor.numpy()
+            if (is_low := array <= -_LARGE).any():
+                value.const_value = ir.tensor(np.where(is_low, np.minimum(array, _LOW), array))
     return model
 
 

@@ -285,7 +285,7 @@ def has_only(value: ir.Value | None, graph: ir.Graph | None, *op_types: str) -> 
     return all(use.node.op_type in op_types and use.node.graph is graph for use in value.uses())
 
 
-def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
+def other_input(node: ir.Node, value: ir.Value | None) -> ir.Value | None:
     """Returns the input of a node with two inputs that is not `value`."""
     first, second = node.inputs
     return second if first is value else first

@@ -22,7 +22,7 @@ from twinop.record.dimensions import expressions
 from . import graph as g
 from . import inputs
 from .attention import is_attention, masks_of
-from .scores import KNOWN, KnownMask
+from .scores import KNOWN, KnownMask, known_of
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
 _LONG = 2048  # a length at which windows show, however they are written
@@ -78,6 +78,15 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
         mask.value.meta[KNOWN] = KnownMask(*kind, _FINITE in mask.kinds, name, number)
         if not mask.kinds.isdisjoint(_PADDING):
             given[0].meta[inputs.PADDING] = True
+
+
+def forget_finite(graph: ir.Graph) -> bool:
+    """Forgets what is known of masks of finite numbers; returns whether there were any."""
+    values = (*graph.initializers.values(), *(value for node in graph for value in node.outputs))
+    found = [value for value in values if known_of(value).number > -math.inf]
+    for value in found:
+        del value.meta[KNOWN]
+    return bool(found)
 
 
 def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 0) -> bool:

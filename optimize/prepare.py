@@ -199,6 +199,9 @@ def _remove_no_ops(model: ir.Model) -> None:
         given = source is not None and (source.is_graph_input() or g.is_constant(source))
         if source is None or (given and result.is_graph_output()):
             continue
+        inner = g.producer(source, "Reshape") if node.op_type == "Reshape" else None
+        if inner is not None and g.same_dims(g.dims(inner.inputs[0]), g.dims(result)):
+            source = inner.inputs[0]  # two that undo each other
         keeps_shape = not g.is_constant(source) and g.same_dims(g.dims(source), g.dims(result))
         if keeps_shape and node.op_type == "Expand":
             keeps_shape = _keeps_sources(node, inputs)

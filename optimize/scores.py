@@ -6,6 +6,8 @@ from math import inf
 import numpy as np
 import onnx_ir as ir
 
+from twinop.model import weights
+
 from . import graph as g
 from .heads import SWAP_ROWS
 
@@ -59,13 +61,12 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
             value = factor[0]
         elif node.op_type in ("Add", "Sub"):
             scores = node.inputs if node.op_type == "Add" else node.inputs[:1]
-            sides = [each for each in scores if _leads_to_matmul(each)]
-            if len(sides) != 1 or sides[0] is None:
+            sides = [each for each in scores if _leads_to_matmul(_unzeroed(node, each))]
+            mask = g.other_input(node, sides[0]) if len(sides) == 1 and sides[0] is not None else None
+            if mask is None:
                 raise g.Skipped("no matmul of q and k")
-            mask = g.other_input(node, sides[0])
-            assert mask is not None
             times = found_scale if node.op_type == "Add" else -found_scale
-            value, masks = sides[0], [*masks, _scaled(mask, times, after)]
+            value, masks = _unzeroed(node, sides[0]), [*masks, _scaled(mask, times, after)]
         elif node.op_type == "Where" and found_scale > 0:
             value, mask = _mask_of_where(node, found_scale, after)
             masks = [*masks, mask]
@@ -88,12 +89,37 @@ def _leads_to_matmul(value: ir.Value | None) -> bool:
         elif node.op_type == "Tanh":
             value = node.inputs[0]
         elif node.op_type == "Add":
-            return any(_leads_to_matmul(each) for each in node.inputs)
+            return any(_leads_to_matmul(_unzeroed(node, each)) for each in node.inputs)
         elif node.op_type == "Where":
             value = node.inputs[2] if g.scalar(node.inputs[1]) is not None else node.inputs[1]
         else:
             return False
     return False
+
+
+def _unzeroed(node: ir.Node, term: ir.Value | None) -> ir.Value | None:
+    """Returns the scores of scores * kept + number * (1 - kept), as OpenAI GPT and the first GPT-2 hide with
+    buffers of 0 and 1, of which the first term is given; others as they are. The number hides alone."""
+    product, hides = g.producer(term, "Mul"), g.producer(g.other_input(node, term), "Mul")
+    if product is None or hides is None:
+        return term
+    numbers = [number for value in hides.inputs if (number := g.scalar(value)) is not None]
+    inverse = next((found for value in hides.inputs if (found := g.producer(value, "Sub"))), None)
+    sign = 1 if node.op_type == "Add" else -1
+    if (
+        inverse is None
+        or g.scalar(inverse.inputs[0]) != 1
+        or not any(sign * each <= -1e4 for each in numbers)
+    ):
+        return term
+    kept = buffer = inverse.inputs[1]
+    while (part := g.producer(buffer, "Slice")) is not None:
+        buffer = part.inputs[0]
+    tensor = g.tensor(buffer)
+    if tensor is None or not any(value is kept for value in product.inputs):
+        return term
+    is_binary = all(((each == 0) | (each == 1)).all() for each in weights.strips(tensor))
+    return g.other_input(product, kept) if is_binary else term
 
 
 def _scaled(mask: ir.Value, factor: float, before: ir.Node) -> ir.Value:

@@ -20,12 +20,11 @@ from twinop.record.dtypes import dtype_name
 from twinop.system.progress import Progress
 from twinop.system.quiet import quiet
 
-from . import decoders, equivalence, inputs
+from . import decoders, equivalence, inputs, masks
 from . import graph as g
-from .comparison import DEFECT, Comparison
+from .comparison import DEFECT, SMALL_MASKS, Comparison
 from .hidden import places, shown
 from .inputs import draws_random, read_npz
-from .scores import KNOWN, known_of
 from .segments import Part, Segment, cut, extract, is_shared
 from .sliced import Chain, Runnable, run_any
 from .source import Form, Source, form_of
@@ -34,7 +33,6 @@ from .symbolic_shapes import infer_shapes, infer_types
 from .weight_check import check_weights
 
 Names = Sequence[str]
-_SURELY_HIDES = -1e30  # no score is as large
 _KEPT = 16  # kinds whose inputs are kept for the comparison in 16 bits; layers may be of as many kinds
 
 
@@ -279,32 +277,14 @@ class Verifier:
                 return kept, self._broadcasting(kept, context)
             except equivalence.NotEquivalent as reason:
                 why = self._cause(reason)
-                if (added := self._adding_masks(kept)) is not None:
-                    return kept, added
+                if why == SMALL_MASKS and masks.forget_finite(self.source.base.graph):
+                    self.source.report.add_note(f"{why}, and stay as they are")
+                    continue
                 if len(kept) == len(names):
                     self._verify_unchanged()
                 name = reason.rewrite or self.first_wrong(kept, self._error_of)
                 self.source.report.reverted[name] = f"{reason}: {why}"
                 kept.remove(name)
-
-    def _adding_masks(self, names: Names) -> g.RewriteContext | None:
-        """Returns the form that adds masks of finite numbers as they are, or None if that does not help: for
-        large scores -10000 hides nothing."""
-        graph = self.source.base.graph
-        values = (*graph.initializers.values(), *(value for node in graph for value in node.outputs))
-        small = {value: value.meta.pop(KNOWN) for value in values if known_of(value).number > _SURELY_HIDES}
-        if small:
-            try:
-                context = self.apply(names)
-                self.source.report.error = self._error_of(context)
-            except equivalence.NotEquivalent:
-                for value, known in small.items():
-                    value.meta[KNOWN] = known
-            else:
-                number = max(known.number for known in small.values())
-                self.source.report.add_note(f"masks that add {number:g} do not hide large scores, and stay")
-                return context
-        return None
 
     def _error_of(self, context: g.RewriteContext) -> float:
         """Returns the error of a form in fp32; raises NotEquivalent if it fails, or that is too large."""

@@ -13,6 +13,7 @@ from slow_cases import often
 
 from twinop.deploy.ort_runs import run
 from twinop.optimize import masks
+from twinop.optimize.comparison import SMALL_MASKS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LOWEST = float(np.finfo(np.float32).min)
@@ -131,8 +132,29 @@ def test_a_mask_that_large_scores_exceed_is_added(tmp_path: Path) -> None:
     report, model = optimized(attention(CAUSAL, lowest=np.float32(-1e4)), tmp_path)
     [node] = nodes(model, "MultiHeadAttention")
     assert "unidirectional" not in node.attributes and node.inputs[5] is not None
-    assert "masks that add -10000 do not hide large scores, and stay" in report.notes
+    assert f"{SMALL_MASKS}, and stay as they are" in report.notes
     check_same(tmp_path, {name: 300 * each for name, each in feeds(9, 9).items()})
+
+
+@pytest.mark.parametrize(
+    ("number", "op", "causal"), [(-1e4, "Add", [1]), (1e4, "Sub", [None]), (-9e3, "Add", [])]
+)
+def test_scores_that_a_buffer_sets_to_zero(
+    number: float, op: str, causal: list[int | None], tmp_path: Path
+) -> None:
+    """OpenAI GPT: scores * kept - 10000 * (1 - kept)."""
+    mask = (
+        "c = Slice (kept, from, square, axes01) small = Mul (s, tiny) a = Mul (c, small) d = Sub (single, c) "
+        f"b = Mul (d, number) r = {op} (a, b) p = Softmax (r)"
+    )
+    more = {"tiny": np.float32(1e-5), "single": np.float32(1), "number": np.float32(number)}
+    kept = np.tril(np.ones((128, 128), np.float32))
+    report, model = optimized(attention(mask, kept=kept, **more), tmp_path)
+    found = nodes(model, "MultiHeadAttention")
+    assert [node.attributes.get_int("unidirectional") for node in found] == causal, report.skipped
+    check_same(tmp_path, feeds(30, 30))
+    _, model = optimized(attention(mask, kept=kept * np.float32(0.5), **more), tmp_path)
+    assert not nodes(model, "MultiHeadAttention")
 
 
 def test_a_causal_mask_is_unidirectional(tmp_path: Path) -> None:

@@ -334,6 +334,16 @@ def test_an_einsum_is_transposed_behind_the_matmul(tmp_path: Path) -> None:
     assert_same(tmp_path, rtol=1e-2, atol=1e-2, x=(2, 3, 8))
 
 
+def test_reshapes_that_undo_each_other(tmp_path: Path) -> None:
+    """GroupViT splits the heads of its probabilities, and joins them again."""
+    text = """(float[B, 4, S, 8] x) => (float[C, S, 3] y) { shape = Shape (x) rows = Shape <start = 2> (x)
+        flat = Concat <axis = 0> (minus, rows) a = Reshape (x, flat) b = Softmax (a) c = Reshape (b, shape)
+        d = Reshape (c, flat) y = MatMul (d, w) }"""
+    _, model = optimized(parsed(text, minus=np.array([-1]), w=weights(8, 3)), tmp_path)
+    assert len(nodes(model, "Reshape")) == 1
+    assert_same(tmp_path, x=(2, 4, 3, 8))
+
+
 @pytest.mark.parametrize("equation", ["...aij,...jk->...aik", "iij,ijk->ik"])
 def test_an_einsum_with_an_axis_without_a_letter_of_its_own_stays(equation: str, tmp_path: Path) -> None:
     """An ellipsis of three axes is as long as its text; a letter twice is a diagonal."""
