@@ -124,7 +124,9 @@ def leaves(value: Any, name: str = "", outputs: bool = False) -> Iterable[tuple[
         yield name, value
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return
-    if (found := _entries(value)) is None and _holds_tensors(value):
+    found = _entries(value)
+    inner = walk([("", value)], lambda each: not isinstance(each, torch.nn.Module)) if found is None else ()
+    if any(isinstance(each, (torch.Tensor, np.ndarray)) for _, each in inner):
         kind = type(value)
         where = f"output {name}".strip() if outputs else name
         if isinstance(value, np.ndarray):
@@ -178,12 +180,6 @@ def _entries(value: Any) -> _Entries | None:
         is_named = hasattr(value, "_fields")
         return list(enumerate(value)), lambda each: type(value)(*each) if is_named else type(value)(each)
     return None
-
-
-def _holds_tensors(value: Any) -> bool:
-    """Whether there is a tensor or an array in an object that is no module, or in what that refers to."""
-    found = walk([("", value)], lambda each: not isinstance(each, torch.nn.Module))
-    return any(isinstance(each, (torch.Tensor, np.ndarray)) for _, each in found)
 
 
 def _join(name: str, key: Any) -> str:

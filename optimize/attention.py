@@ -162,28 +162,25 @@ def _fuse_windows(rewrite: Attention, scores: Scores, matmul: ir.Node) -> None:
     *outer, rows, size = shapes[0]
     if not g.has_permutation(transpose, [*range(rank - 2), rank - 1, rank - 2]):
         raise g.Skipped("k is not transposed")
-    if rewrite.context.may_broadcast(q, k, v):
-        raise g.Skipped("q, k and v of windows that may differ")
-    if any(shape[:-2] != outer for shape in shapes) or None in outer or shapes[1][-1] != size:
+    are_alike = all(shape[:-2] == outer for shape in shapes) and None not in outer and shapes[1][-1] == size
+    if rewrite.context.may_broadcast(q, k, v) or not are_alike:
         raise g.Skipped("q, k and v of windows that may differ")
     named = [each for each in outer if not isinstance(each, int)]
     known = math.prod(each for each in outer if isinstance(each, int))
-    if not isinstance(rows, int) or len(named) > 1 or known > (_MAX_BATCH >> 6 if named else _MAX_BATCH):
+    sizes = [[size for size in shape[-2:] if isinstance(size, int)] for shape in shapes]
+    is_known = len(named) < 2 and all(len(each) == 2 for each in sizes)
+    if not is_known or known > (_MAX_BATCH >> 6 if named else _MAX_BATCH):
         raise g.Skipped("windows of an unknown number or size")
-    inputs = list[ir.Value | None]()
-    for each, shape in zip((q, k, v), shapes, strict=True):
-        tokens, width = shape[-2:]
-        if not isinstance(tokens, int) or not isinstance(width, int):
-            raise g.Skipped("windows of an unknown number or size")
-        inputs.append(each if rank == 3 else g.reshape(matmul, each, [-1, tokens, width]))
+    pairs = zip((q, k, v), sizes, strict=True)
+    inputs = [each if rank == 3 else g.reshape(matmul, each, [-1, *last]) for each, last in pairs]
     attributes = {"num_heads": 1, "scale": scores.scale * on_q * on_k}
     shape = [*outer, rows, shapes[2][-1]]
     like = [None, *shape[-2:]]
     result = g.add(matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=like)
     label(g.maker(result), "attention")
     if rank != 3:
-        sizes = [each if isinstance(each, int) else -1 for each in shape]
-        result = g.reshape(matmul, result, sizes, shape)
+        target = [each if isinstance(each, int) else -1 for each in shape]
+        result = g.reshape(matmul, result, target, shape)
     g.replace(matmul.outputs[0], result)
 
 

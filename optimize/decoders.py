@@ -15,7 +15,7 @@ from .symbolic_shapes import infer_shapes
 from .unfuse_ort import rms_norm
 
 ATTENTION = "GroupQueryAttention"
-_ACCURACY = "accuracy_level"
+ACCURACY = "accuracy_level"  # also in the `meta` of nodes that `make_runnable` takes it from
 _BATCH, _PAST, _PROMPT = 3, 9, 7
 _Q_NORM = 14  # the input; that of k follows
 
@@ -131,17 +131,10 @@ def _lengths(values: Iterable[ir.Value], *ranks: int) -> set[str]:
 def make_runnable(model: ir.Model) -> int:
     """Gives nodes the form that the CPU runs, and returns how many change. Quantised matmuls compute in
     floats: integers would turn last bits into steps, which no comparison can tell from defects."""
-    nodes = [node for node in model.graph if node.op_type == "MatMulNBits" and _ACCURACY in node.attributes]
+    nodes = [node for node in model.graph if node.op_type == "MatMulNBits" and ACCURACY in node.attributes]
     for node in nodes:
-        node.meta[_ACCURACY] = node.attributes.pop(_ACCURACY)
+        node.meta[ACCURACY] = node.attributes.pop(ACCURACY)
     return len(nodes) + split_query_norms(model)
-
-
-def restore_precision(model: ir.Model) -> None:
-    """Undoes what `make_runnable` does to quantised matmuls."""
-    for node in model.graph:
-        if _ACCURACY in node.meta:
-            node.attributes[_ACCURACY] = node.meta[_ACCURACY]
 
 
 def split_query_norms(model: ir.Model) -> int:

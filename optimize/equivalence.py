@@ -37,7 +37,6 @@ Errors = list[list[float]]  # the relative error of each output of each case
 ACCEPTED = {"float32": 1e-4, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1.6e-2}
 """The relative error that is always accepted: sums in another order have as much."""
 _LARGE, _TIMES_TYPICAL = 1e4, 1e3  # numbers that hide scores and logits are far larger than the rest
-_LOW = np.float32(-1e30)
 LAST_BITS = 2.0**-22  # two fp32 numbers beside each other, twice
 IDS = "the ids of the largest rows"
 _FEW = 16  # constants of no more elements are sizes and bounds, where the last bits decide
@@ -193,7 +192,7 @@ def generated(
     """Runs the original, in fp32, on generated inputs that it accepts and for which its outputs can be
     compared; returns the reference and sizes. ExportError: it cannot be loaded, or runs on no inputs that
     were tried."""
-    reasons, best = list[str](), typed(tuple[Reference, Sizes] | None, None)
+    reasons, best = list[Exception](), typed(tuple[Reference, Sizes] | None, None)
     hidden = inputs.hidden(padding) if any(map(inputs.is_mask, model.graph.inputs)) else ["right", "left"]
 
     def tried(
@@ -207,7 +206,7 @@ def generated(
                 make = partial(inputs.generate, model, positive=positive)
                 cases = [make(each, hide=hide, seed=seed) for seed, (each, hide) in enumerate(kinds)]
             except inputs.TooLarge as error:
-                reasons.append(str(error))
+                reasons.append(error)
                 break
             try:
                 found = reference(original, model, library, cases)
@@ -218,8 +217,8 @@ def generated(
                         run(original, library, may_skip=True)
                     except (TwinopError, NotRunnable) as refused:
                         raise ExportError(f"the original cannot be loaded on the CPU: {refused}") from refused
-                reasons.append(str(error).splitlines()[0])
-                note = _skip_note("a mask that hides everything", reasons[-1])
+                reasons.append(error)
+                note = _skip_note("a mask that hides everything", str(error).splitlines()[0])
                 return tried(sizes, hidden[:-1], others, [note]) if hidden[-1:] == ["everything"] else None
             if best is None or len(found.uncompared(model.graph)) < len(best[0].uncompared(model.graph)):
                 best = found, sizes
@@ -237,8 +236,11 @@ def generated(
             return found
     if best is not None:
         return best
+    if isinstance(reasons[0], NotRunnable):  # whatever its inputs are
+        raise reasons[0]
+    reason = str(reasons[0]).splitlines()[0]
     raise ExportError(
-        f"the original does not run on generated inputs ({reasons[0]}). Give it inputs with "
+        f"the original does not run on generated inputs ({reason}). Give it inputs with "
         f"{option('inputs_file', 'file.npz')}: {', '.join(str(value.name) for value in model.graph.inputs)}"
     )
 
@@ -349,7 +351,7 @@ def lower_masks(model: ir.Model) -> ir.Model:
         if tensor is not None and tensor.dtype is ir.DataType.FLOAT and tensor.size <= MOST_ELEMENTS:
             array = tensor.numpy()
             if (is_low := array <= -_LARGE).any():
-                value.const_value = ir.tensor(np.where(is_low, np.minimum(array, _LOW), array))
+                value.const_value = ir.tensor(np.where(is_low, np.minimum(array, np.float32(-1e30)), array))
     return model
 
 

@@ -101,7 +101,10 @@ def optimize_folder(
     """
     source, target = Path(source), Path(target).resolve()
     chosen = chosen_device(device)
-    _check_target(source, target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
+    if target.is_relative_to(source.resolve()):
+        raise ExportError(f"{target}: lies inside the source folder. Choose one outside {source}")
     config = _read(source / CONFIG)
     files = _files(source, target)
     decoder = _decoder(source, config)
@@ -135,13 +138,6 @@ def optimize_folder(
         raise ExportError(f"{target}: cannot be written: {error}. Name another folder") from error
     report.path = target / decoder["filename"]
     return report
-
-
-def _check_target(source: Path, target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
-    if target.is_relative_to(source.resolve()):
-        raise ExportError(f"{target}: lies inside the source folder. Choose one outside {source}")
 
 
 def _left_out(source: Path, files: Sequence[Path], decoder: dict[str, Any]) -> set[Path]:

@@ -42,9 +42,8 @@ class GrowingCaches(
         (k, times), (v, times_of_v) = without_repeats(k), without_repeats(match.inputs[1])
         (past_k, new_k), (past_v, new_v) = (_joined(each, match, scores.masks) for each in (k, v))
         heads = merged_heads(q, match)
-        if heads is None or {new_k.count * times, new_v.count * times_of_v} != {heads.count}:
-            raise g.Skipped("q, k and v differ in the number of heads")
-        if new_k.count != new_v.count or new_k.size != heads.size:
+        counts = {new_k.count * times, new_v.count * times_of_v}
+        if heads is None or counts != {heads.count} or (new_k.count, new_k.size) != (new_v.count, heads.size):
             raise g.Skipped("q, k and v differ in the number or size of heads")
         plain, before_split = unscaled(heads.value)
         bias, shown, _ = masks_of_scores(context, scores.masks, match, square=False)

@@ -51,7 +51,9 @@ def load(path: Path, held: Held = MappingProxyType({})) -> ir.Model:
     for node in model.graph.all_nodes():
         node.device_configurations = ()  # ONNX Runtime does not read them
     name_standard_domain(model)
-    _import_domains(model)
+    for domain in {node.domain for node in model.graph.all_nodes()} - model.graph.opset_imports.keys():
+        known = [each.since_version for each in onnx.defs.get_all_schemas() if each.domain == domain]
+        model.graph.opset_imports[domain] = max(known, default=1)  # as ONNX Runtime does
     _name_sizes(model)
     _forget_shapes(model)
     if not len(model.graph) and not model.graph.outputs:
@@ -166,13 +168,6 @@ def _placed(
     if weights.is_large(stored):
         return stored
     return ir.tensor(np.array(stored.numpy()), dtype=stored.dtype, name=stored.name)
-
-
-def _import_domains(model: ir.Model) -> None:
-    """Imports the domains of nodes that have no import, with the newest version, as ONNX Runtime does."""
-    for domain in {node.domain for node in model.graph.all_nodes()} - model.graph.opset_imports.keys():
-        known = [each.since_version for each in onnx.defs.get_all_schemas() if each.domain == domain]
-        model.graph.opset_imports[domain] = max(known, default=1)
 
 
 def _name_sizes(model: ir.Model) -> None:

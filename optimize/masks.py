@@ -83,10 +83,7 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
 def forget_finite(graph: ir.Graph) -> bool:
     """Forgets what is known of masks of finite numbers; returns whether there were any."""
     values = (*graph.initializers.values(), *(value for node in graph for value in node.outputs))
-    found = [value for value in values if known_of(value).number > -math.inf]
-    for value in found:
-        del value.meta[KNOWN]
-    return bool(found)
+    return bool([value.meta.pop(KNOWN) for value in values if known_of(value).number > -math.inf])
 
 
 def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 0) -> bool:

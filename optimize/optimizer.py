@@ -262,10 +262,8 @@ def _failure(source: Source, acting: Sequence[str], reason: equivalence.NotEquiv
 def _measured(verifier: Verifier, names: Sequence[str], path: Path, folder: Path) -> measure.Measured:
     """Measures the source and the result in `path`, where this machine has the device."""
     source, report = verifier.source, verifier.source.report
-    if verifier.whole is not None:
-        case = verifier.whole.reference.cases[0]
-    else:
-        case = inputs.generate(source.original, verifier.sizes, hide="nothing")
+    known = verifier.whole.reference.cases if verifier.whole is not None else []
+    case = known[0] if known else inputs.generate(source.original, verifier.sizes, hide="nothing")
     if report.device == "cuda" and (reasons := unavailable_reasons(0, [])):
         return measure.Measured(untimed=reasons[0])
 
@@ -298,7 +296,8 @@ def _converted(source: Source, context: g.RewriteContext) -> ir.Model:
     kinds = Counter(node.op_type for node in model.graph.all_nodes() if node.domain == g.MICROSOFT)
     report.needs = [f"{g.MICROSOFT} {kind} x {count}" for kind, count in sorted(kinds.items())]
     report.needs += ["1.23 for Attention"] if growing_caches.FUSED in report.fused else []
-    decoders.restore_precision(model)
+    for node in [node for node in model.graph if decoders.ACCURACY in node.meta]:
+        node.attributes[decoders.ACCURACY] = node.meta[decoders.ACCURACY]
     if source.is_changed and report.device == "cuda":
         for node in [node for node in model.graph if node.op_type == decoders.ATTENTION]:
             cached_attention.join_norms(node)

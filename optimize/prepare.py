@@ -71,11 +71,9 @@ def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], user_ops: U
     notes = list[str]()
     for function in model.functions.values():
         for domain, version in function.opset_imports.items():
-            wanted = model.graph.opset_imports.setdefault(domain, version)
-            if wanted != version:
-                function.opset_imports[domain] = wanted
-                name = f"{function.domain}::{function.name}"
-                notes.append(f"{name}: read as opset {wanted}, not {version}, as in ONNX Runtime")
+            function.opset_imports[domain] = wanted = model.graph.opset_imports.setdefault(domain, version)
+            text = f"{function.domain}::{function.name}: read as opset {wanted}, not {version}"
+            notes += [f"{text}, as in ONNX Runtime"] if wanted != version else []
     try:
         done = InlinePass(lambda function: function.domain not in user_ops.domains)(model)
     except Exception as error:
@@ -201,7 +199,7 @@ def _remove_no_ops(model: ir.Model) -> None:
             continue
         inner = g.producer(source, "Reshape") if node.op_type == "Reshape" else None
         if inner is not None and g.same_dims(g.dims(inner.inputs[0]), g.dims(result)):
-            source = inner.inputs[0]  # two that undo each other
+            source = inner.inputs[0] or source  # two that undo each other
         keeps_shape = not g.is_constant(source) and g.same_dims(g.dims(source), g.dims(result))
         if keeps_shape and node.op_type == "Expand":
             keeps_shape = _keeps_sources(node, inputs)

@@ -116,9 +116,8 @@ def _computable(node: ir.Node) -> bool:
         return axes is not None and axes in ([-1], [rank - 1]) and is_kept
     if node.op_type in _RESTORES:
         return _restores(node)
-    if node.op_type not in _ELEMENTWISE or node.outputs[0].dtype in (None, ir.DataType.BOOL):
-        return False
-    if not node.outputs[0].dtype.is_floating_point():
+    dtype = node.outputs[0].dtype
+    if node.op_type not in _ELEMENTWISE or dtype is None or not dtype.is_floating_point():
         return False
     return all(value is None or not g.is_constant(value) or _is_row(value) for value in node.inputs)
 

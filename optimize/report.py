@@ -47,9 +47,7 @@ class OptimizeReport:
     nodes_after: int = 0
     bytes_before: int = 0  # the size of the source with its external data
     bytes_after: int = 0
-    fused: dict[str, int] = field(
-        default_factory=dict
-    )  # nodes that rewrites have written, by what they compute
+    fused: dict[str, int] = field(default_factory=dict)  # nodes of rewrites, by what they compute
     skipped: dict[str, int] = field(default_factory=dict)  # patterns not fused, by pattern and reason
     reverted: dict[str, str] = field(default_factory=dict)  # rewrites; why: other results, or slower here
     error: float = 0.0  # the largest relative error of the outputs, compared with the original in fp32
@@ -58,9 +56,7 @@ class OptimizeReport:
     device: str = ""
     untimed: str = ""  # why there are no times
     timed_shape: tuple[int, ...] = ()  # of the first input in these runs
-    inlined: dict[str, int] = field(
-        default_factory=dict
-    )  # nodes of custom ops that became standard operators
+    inlined: dict[str, int] = field(default_factory=dict)  # nodes of custom ops in standard operators
     libraries: list[Path] = field(default_factory=list)  # those with ops of the result
     narrowed: list[str] = field(default_factory=list)  # matmuls, weights: fp32 in the source, 16 bits here
     needs: list[str] = field(default_factory=list)  # operators of the file that only ONNX Runtime has

@@ -101,16 +101,10 @@ def _unzeroed(node: ir.Node, term: ir.Value | None) -> ir.Value | None:
     """Returns the scores of scores * kept + number * (1 - kept), as OpenAI GPT and the first GPT-2 hide with
     buffers of 0 and 1, of which the first term is given; others as they are. The number hides alone."""
     product, hides = g.producer(term, "Mul"), g.producer(g.other_input(node, term), "Mul")
-    if product is None or hides is None:
-        return term
-    numbers = [number for value in hides.inputs if (number := g.scalar(value)) is not None]
-    inverse = next((found for value in hides.inputs if (found := g.producer(value, "Sub"))), None)
-    sign = 1 if node.op_type == "Add" else -1
-    if (
-        inverse is None
-        or g.scalar(inverse.inputs[0]) != 1
-        or not any(sign * each <= -1e4 for each in numbers)
-    ):
+    factors, sign = hides.inputs if hides is not None else (), 1 if node.op_type == "Add" else -1
+    is_low = any(sign * (g.scalar(value) or 0) <= -1e4 for value in factors)
+    inverse = next((found for value in factors if (found := g.producer(value, "Sub"))), None)
+    if product is None or inverse is None or g.scalar(inverse.inputs[0]) != 1 or not is_low:
         return term
     kept = buffer = inverse.inputs[1]
     while (part := g.producer(buffer, "Slice")) is not None:

@@ -361,18 +361,14 @@ def _noise(
     @cache
     def variants() -> list[list[Found]]:
         found, rounded = list[list[Found]](), round_results(original.clone())
-        wide = [{name: _in_fp32(each) for name, each in case.items()} for case in cases]
+        is_half = {name for name, each in cases[0].items() if getattr(each, "dtype", None) == np.float16}
+        wide = [{**case, **{name: case[name].astype(np.float32) for name in is_half}} for case in cases]
         for model, some in ((original.clone(), [*map(_near(run), cases)]), (rounded, wide)):
             with _naming(segment, _DoesNotRun, "the original fails"):
                 found.append(sliced.run(model, some, run.library, optimize=model is not rounded))
         return found
 
     return lambda case: [each[case] for each in variants()]
-
-
-def _in_fp32(given: Any) -> Any:
-    is_half = isinstance(given, np.ndarray) and given.dtype == np.float16
-    return given.astype(np.float32) if is_half else given
 
 
 def _check(

@@ -172,6 +172,8 @@ def _inference() -> Any:
             self.dispatcher_["Slice"] = partial(_infer_slice, self, original)
             self.dispatcher_["Split"] = partial(_infer_split, self, self._infer_Split)
             self.dispatcher_["QMoE"] = self._pass_on_shape_and_type
+            for op_type in ("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMin", "ReduceSumSquare"):
+                self.dispatcher_[op_type] = self._infer_ReduceMean
             if not self.auto_merge_:
                 for op_type, infer in self.dispatcher_.items():
                     self.dispatcher_[op_type] = partial(self._name_unknown, infer)

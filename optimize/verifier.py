@@ -165,7 +165,7 @@ class Verifier:
         model = extract(source.original, Part(part.inputs, [*part.outputs, *computed]))
         form, runs = source.form(model.clone()), False
         if not self._needs_values(part.inputs):
-            with suppress(ExportError):
+            with suppress(ExportError, NotRunnable):
                 found, _ = equivalence.generated(form.what, model, source.options.padding, self._library)
                 runs = not found.uncompared(model.graph)
         if not runs:

@@ -101,6 +101,15 @@ def test_no_kernel_on_the_cpu(tmp_path: Path) -> None:
     assert "the original cannot be run on the CPU: ONNX Runtime" in said and "kernel for Erf" in said
 
 
+def test_a_node_that_no_cpu_runs_needs_no_other_inputs(tmp_path: Path) -> None:
+    """Experts with a third matmul, as Mixtral's: ONNX Runtime only says so when they run."""
+    text = """(float[N, 8] x, float[N, 2] r) => (float[N, 8] y) {
+        y = com.microsoft.MoE <activation_type = "silu", k = 1> (x, r, a, "", b, "", a) }"""
+    onnx.save(parsed(text, a=weights(2, 16, 8), b=weights(2, 8, 16)), tmp_path / "old.onnx")
+    said = refused(tmp_path / "old.onnx", tmp_path / "new.onnx")
+    assert "the original cannot be run on the CPU" in said and "MoE" in said and "inputs" not in said
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_values_without_a_dtype_cannot_be_converted(dtype: str, tmp_path: Path) -> None:
     """Shape inference does not know nodes of others."""

@@ -352,3 +352,15 @@ def test_a_length_padded_to_blocks() -> None:
     infer_shapes(model)
     padded, cut = ([str(dim) for dim in node.outputs[0].shape or ()] for node in nodes(model, "Pad", "Slice"))
     assert cut == ["B", "S", "8"] and padded[::2] == ["B", "8"] and padded[1] != "S"
+
+
+def test_sizes_behind_a_reduction() -> None:
+    """As in a softmax that gpt-oss writes out: without its sizes, those of the whole model were unknown."""
+    text = """(float[B, S, 8] x) => (float[B, S, 8] y) {
+        m = ReduceMax (x, last) d = Sub (x, m) n = ReduceL2 (d, last)
+        e = Div (d, n) s = Shape (x) f = Reshape (e, flat) y = Reshape (f, s) }"""
+    model = ir.from_proto(parsed(text, last=np.array([-1]), flat=np.array([-1, 8])))
+    infer_types(model)
+    infer_shapes(model)
+    found = [[str(dim) for dim in node.outputs[0].shape or ()] for node in nodes(model, "Div", "Reshape")]
+    assert found == [["B", "S", "8"], ["B*S", "8"], ["B", "S", "8"]]
