@@ -89,8 +89,7 @@ def convert(
     dtypes: Dtypes = {}
     for given in graph.inputs:
         if given in floats:
-            wanted = kept.get(str(given.name), dtype)
-            _set_dtype(given, wanted, dtypes)
+            _set_dtype(given, kept.get(str(given.name), dtype), dtypes)
     casts: Casts = {}
     for node in list(graph):
         wanted = ir.DataType.FLOAT if node in wide else dtype
@@ -105,8 +104,9 @@ def convert(
         for subgraph in g.subgraphs(node):
             _cast_captured(node, subgraph, wanted, dtypes, casts)
         for index, result in enumerate(node.outputs):
-            if result in floats:
-                _set_dtype(result, chosen[len(node.inputs) + index] or wanted, dtypes)
+            if result in floats:  # mean and deviation of a norm are in fp32 also beside 16 bits
+                to = ir.DataType.FLOAT if index and node.op_type == "LayerNormalization" else wanted
+                _set_dtype(result, chosen[len(node.inputs) + index] or to, dtypes)
         _convert_attributes(node, wanted)
         if g.is_border(node) and node.inputs[0] is not None:
             g.replace(node.outputs[0], node.inputs[0])

@@ -52,6 +52,17 @@ def test_inputs_and_outputs_keep_dtypes(outside: str | None, most: bool, narrow:
     assert [value.name for value in (*model.graph.inputs, *model.graph.outputs)] == ["x", "y"]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_statistics_of_a_norm_stay_in_fp32(dtype: str, tmp_path: Path) -> None:
+    """ONNX has them in fp32 beside 16 bits."""
+    text = """(float[B, 8] x) => (float[B, 4] y, float[B, 1] m) {
+        n, m = LayerNormalization (x, g) y = MatMul (n, w) }"""
+    _, model = optimized(parsed(text, g=weights(8), w=weights(8, 4)), tmp_path, dtype=dtype)
+    last = model.graph.outputs[1].producer()
+    assert last is not None and last.op_type == "Cast"
+    assert {value.dtype for value in model.graph.outputs} == {ir.DataType[dtype.upper()]}
+
+
 def test_what_the_converter_of_onnxruntime_writes(tmp_path: Path) -> None:
     proto = parsed("(float[N, 8] x) => (float[N, 4] y) { a = MatMul (x, w) y = Relu (a) }", w=weights(8, 4))
     report, model = optimized(convert_float_to_float16(proto, keep_io_types=True), tmp_path)
