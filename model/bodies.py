@@ -29,7 +29,7 @@ import math
 
 import onnx_ir as ir
 
-from twinop.record.body_registry import BODIES, Body, Builder, DefaultInput, body
+from twinop.record.body_registry import BODIES, Body, DefaultInput, body
 
 
 def find_body(name: str) -> Body | None:
@@ -64,21 +64,54 @@ def silu(op, x):
     return op.Div(x, op.Add(op.Exp(op.Neg(x)), 1.0))
 
 
-_OPERATORS: dict[str, Builder] = {
-    "add": lambda op, a, b: op.Add(a, b),
-    "addcmul": lambda op, x, a, b: op.Add(x, op.Mul(a, b)),
-    "exp": lambda op, x: op.Exp(x),
-    "log": lambda op, x: op.Log(x),
-    "mul": lambda op, a, b: op.Mul(a, b),
-    "pow": lambda op, a, b: op.Pow(a, b),
-    "sigmoid": lambda op, x: op.Sigmoid(x),
-    "softplus": lambda op, x: op.Softplus(x),
-    "square": lambda op, x: op.Mul(x, x),
-    "tanh": lambda op, x: op.Tanh(x),
-}
-for _name, _build in _OPERATORS.items():
-    _build.__name__ = _build.__qualname__ = _name
-    body(_build)
+@body
+def sigmoid(op, x):
+    return op.Sigmoid(x)
+
+
+@body
+def tanh(op, x):
+    return op.Tanh(x)
+
+
+@body
+def softplus(op, x):
+    return op.Softplus(x)
+
+
+@body
+def exp(op, x):
+    return op.Exp(x)
+
+
+@body
+def log(op, x):
+    return op.Log(x)
+
+
+@body
+def square(op, x):
+    return op.Mul(x, x)
+
+
+@body
+def add(op, a, b):
+    return op.Add(a, b)
+
+
+@body
+def mul(op, a, b):
+    return op.Mul(a, b)
+
+
+@body
+def pow(op, a, b):
+    return op.Pow(a, b)
+
+
+@body
+def addcmul(op, x, a, b):
+    return op.Add(x, op.Mul(a, b))
 
 
 @body
