@@ -37,7 +37,7 @@ Launcher = Callable[..., Any]
 DECLARED: dict[str, "KernelOp"] = {}
 """The declared ops by `OpSpec.key`."""
 
-_KINDS: dict[str, Any] = {"int": Integral, "float": Real, "bool": bool, "str": str, "int[]": Sequence}
+_KINDS: dict[str, Any] = {"int": Integral, "float": Real, "bool": Integral, "str": str, "int[]": Sequence}
 _DTYPES = [name for name in DTYPES if not name.startswith("complex")]
 
 
@@ -82,38 +82,51 @@ class KernelOp(Op):
         Raises:
             TwinopError: the function fails, or a sample does not fit the schema.
         """
-        if self.samples is None:
-            return None
         import torch
 
-        names = [entry.name for entry in self.record.inputs]
-        needed = {entry.name for entry in self.record.inputs if not entry.optional}
-        where = f"{self.place}: samples({dtype}, {size}) of {self.name}"
-        try:
-            samples = list(self.samples(getattr(torch, dtype), size))
-        except Exception as error:
-            raise TwinopError(f"{where} failed: {type(error).__name__}: {error}") from error
-        kinds = {entry.name: _KINDS[entry.kind] for entry in self.record.attributes}
-        kinds |= {entry.name: (torch.Tensor, *[type(None)] * entry.optional) for entry in self.record.inputs}
-        found = []
-        for sample in samples:
-            if isinstance(sample, Mapping):
-                call, count = dict(sample), len(sample)
-                said = f"a dict of {', '.join(map(str, sample)) or 'nothing'}"
-            else:
-                values = tuple(sample) if isinstance(sample, Sequence) else (sample,)
-                call, count = dict(zip(names, values, strict=False)), len(values)
-                said = f"{count} values"
-            if not needed <= call.keys() <= {*self.record.parameters} or len(call) < count:
-                raise TwinopError(
-                    f"{where} gave {said}; expected tensors in the order of {self.record.schema}, or a dict "
-                    "of inputs and attributes by name"
-                )
-            if wrong := [name for name, value in call.items() if not isinstance(value, kinds[name])]:
-                kind = type(call[wrong[0]]).__name__
-                raise TwinopError(f"{where} gave a {kind} for {wrong[0]} of {self.record.schema}")
-            found.append(call)
-        return found
+        samples, where = self.samples, f"{self.place}: samples({dtype}, {size}) of {self.name}"
+        given = getattr(torch, dtype), size
+        return samples and calls_of(self.record, where, lambda: iter(samples(*given)))
+
+
+def calls_of(
+    record: OpSpec, where: str, samples: Callable[[], Iterable[Any] | None]
+) -> list[dict[str, Any]] | None:
+    """Returns the calls that a function gives, inputs and attributes by name; None if it gives None.
+
+    `where` is its place, for messages. TwinopError: it fails, or a call does not fit the schema.
+    """
+    import torch
+
+    try:
+        if (found := samples()) is None:
+            return None
+        given = list(found)
+    except Exception as error:
+        raise TwinopError(f"{where} failed: {type(error).__name__}: {error}") from error
+    names = [entry.name for entry in record.inputs]
+    kinds = {entry.name: _KINDS[entry.kind] for entry in record.attributes}
+    kinds |= {entry.name: (torch.Tensor, *[type(None)] * entry.optional) for entry in record.inputs}
+    calls = []
+    for sample in given:
+        if isinstance(sample, Mapping):
+            call, count = dict(sample), len(sample)
+            said = f"a dict of {', '.join(map(str, sample)) or 'nothing'}"
+        else:
+            values = tuple(sample) if isinstance(sample, Sequence) else (sample,)
+            call, count = dict(zip(names, values, strict=False)), len(values)
+            said = f"{count} values"
+        needed = {entry.name for entry in record.inputs if not entry.optional}
+        if not needed <= call.keys() <= {*record.parameters} or len(call) < count:
+            raise TwinopError(
+                f"{where} gave {said}; expected tensors in the order of {record.schema}, or a dict of inputs "
+                "and attributes by name"
+            )
+        if wrong := [name for name, value in call.items() if not isinstance(value, kinds[name])]:
+            kind = type(call[wrong[0]]).__name__
+            raise TwinopError(f"{where} gave a {kind} for {wrong[0]} of {record.schema}")
+        calls.append(call)
+    return calls
 
 
 def _version(given: Any) -> Any:

@@ -1,6 +1,6 @@
 """The ops under test: their records, their libraries, and the modules that describe them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from twinop import torch_op
-from twinop.errors import TwinopError
 from twinop.libraries.declare import CPU_FUNCTIONS
-from twinop.libraries.kernel_op import DECLARED
+from twinop.libraries.kernel_op import DECLARED, calls_of
 from twinop.record.op_spec import OpSpec
 
 from .references import Reference
@@ -30,7 +29,7 @@ class OpUnderTest:
     @property
     def place(self) -> str:
         """The file in which a user describes the op."""
-        found = self.module and self.module.__file__
+        found = getattr(self.module, "__file__", None)
         return Path(found).name if found else f"{self.library.stem.removeprefix('lib')}.py"
 
 
@@ -79,19 +78,8 @@ def given_calls(record: OpSpec, dtype: str, size: int) -> list[dict[str, Any]] |
     if (declared := DECLARED.get(record.key)) is not None:
         return declared.calls(dtype, size)
     describe = getattr(op_of(record).module, "samples", None)
-    found: Sequence[Mapping[str, Any]] | None = describe and describe(record.name, dtype, size)
-    if found is None:
-        return None
-    calls = [dict(call) for call in found]
-    needed = {entry.name for entry in record.inputs if not entry.optional}
-    for call in calls:
-        tensors = {name for name, value in call.items() if isinstance(value, torch.Tensor)}
-        if not call.keys() <= {*record.parameters} or not needed <= tensors:
-            raise TwinopError(
-                f"samples({record.name!r}, ...) in {op_of(record).place} gave a call of "
-                f"{', '.join(call) or 'nothing'}; expected inputs and attributes by name, of {record.schema}"
-            )
-    return calls
+    where = f"samples({record.name!r}, {dtype!r}, {size}) in {op_of(record).place}"
+    return describe and calls_of(record, where, lambda: describe(record.name, dtype, size))
 
 
 def advice(record: OpSpec, argument: str) -> str:
