@@ -4,6 +4,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -234,17 +235,8 @@ def test_sizes_not_named_by_an_input_are_left_to_onnx_runtime() -> None:
 
 def test_a_tensor_keeps_the_memory_of_an_output_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime's, on CUDA, which a copy of its address does not keep."""
-
-    class Value:
-        def device_name(self) -> str:
-            return "cuda"
-
-        def shape(self) -> list[int]:
-            return [2]
-
-        def data_ptr(self) -> int:
-            return 256
-
+    returns = {"device_name": "cuda", "shape": [2], "data_ptr": 256}
+    value: Any = Mock(**{f"{name}.return_value": each for name, each in returns.items()})
     held = list[Any]()
 
     def keep(memory: Any, device: str) -> torch.Tensor:
@@ -254,7 +246,6 @@ def test_a_tensor_keeps_the_memory_of_an_output_in_float8(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "as_tensor", keep)
     runner = TensorRunner.__new__(TensorRunner)
     runner._dtypes, runner._cuda = {"y": torch.float8_e4m3fn}, None
-    value = Value()
     seen = weakref.ref(value)
     spec: Any = SimpleNamespace(name="y", type="tensor(float8e4m3fn)")
     assert runner._to_torch(value, spec).dtype is torch.float8_e4m3fn

@@ -1,5 +1,6 @@
 """One row of four numbers as a request over HTTP and gRPC, and a model whose answers tell its version."""
 
+import json
 from typing import Any
 
 import grpc
@@ -22,6 +23,13 @@ def message(model: str, *numbers: float, name: str = "x", **fields: Any) -> pb.M
     given = request.inputs.add(name=name, datatype="FP32", shape=[1, len(row)])
     given.contents.fp32_contents.extend(row)
     return request
+
+
+def binary(x: np.ndarray) -> tuple[bytes, dict[str, str]]:
+    """Return the body and the headers of a request with x (FP32) in binary, as its answer is."""
+    given = {"name": "x", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
+    head = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}}).encode()
+    return head + x.tobytes(), {"inference-header-content-length": str(len(head))}
 
 
 def y_of(served: Served, model: str) -> list[float]:

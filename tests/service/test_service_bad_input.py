@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import service_models as models
 from service_fixtures import Answer, Served, receive, tensor
-from service_rows import LIMIT, message, refused
+from service_rows import LIMIT, binary, message, refused
 from tritonclient.grpc import service_pb2 as pb
 
 from twinop.deploy.service.codec_grpc import SERVICE
@@ -260,15 +260,10 @@ def test_json_has_a_limit_of_its_own(served: Served) -> None:
 
 
 def test_binary_tensors_may_be_larger_than_json(served: Served) -> None:
-    rows = JSON_LIMIT // 16 + 1000
-    given = {"name": "x", "datatype": "FP32", "shape": [rows, 4]}
-    header = {
-        "inputs": [given | {"parameters": {"binary_data_size": rows * 16}}],
-        "parameters": {"binary_data_output": True},
-    }
-    text, data = json.dumps(header).encode(), np.ones((rows, 4), np.float32).tobytes()
-    answer = post(served, text + data, **{LENGTH: str(len(text))})
-    assert answer.status == 200 and answer.content.endswith(data)
+    x = np.ones((JSON_LIMIT // 16 + 1000, 4), np.float32)
+    body, headers = binary(x)
+    answer = post(served, body, **headers)
+    assert answer.status == 200 and answer.content.endswith(x.tobytes())
 
 
 def numbers() -> bytes:

@@ -1,6 +1,5 @@
 """Clients that misbehave below the protocol, and limits of bytes and connections: others are answered."""
 
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -8,13 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
 import grpc
+import numpy as np
 import onnx
 import pytest
 import service_models as models
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from service_fixtures import Answer, Served, receive_all, serve, split, tensor, wait_until
+from service_fixtures import Served, receive_all, serve, split, tensor, wait_until
 from service_raw import LIVE, REQUEST, answers_well, settled
+from service_rows import binary
 from tritonclient.grpc import service_pb2 as pb
 
 from twinop.deploy.service.codec_grpc import SERVICE
@@ -100,20 +101,10 @@ def resets(served: Served) -> Iterator[None]:
 @contextmanager
 def no_reader(served: Served) -> Iterator[None]:
     """Ask for a large answer, and do not read it."""
-    size = 8 << 20
-    given = {
-        "name": "x",
-        "datatype": "FP32",
-        "shape": [size // 16, 4],
-        "parameters": {"binary_data_size": size},
-    }
-    header = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}}).encode()
-    head = (
-        f"POST /v2/models/relu/infer HTTP/1.1\r\nInference-Header-Content-Length: {len(header)}\r\n"
-        f"Content-Length: {len(header) + size}\r\n\r\n"
-    )
+    body, headers = binary(np.zeros((1 << 19, 4), np.float32))
+    lines = [f"{name}: {text}\r\n" for name, text in (headers | {"content-length": str(len(body))}).items()]
     with served.connect() as connection:
-        connection.sendall(head.encode() + header + bytes(size))
+        connection.sendall(f"POST /v2/models/relu/infer HTTP/1.1\r\n{''.join(lines)}\r\n".encode() + body)
         yield
 
 
@@ -176,10 +167,7 @@ def test_an_eighth_is_kept_for_small_requests() -> None:
 
 def over_http(served: Served, size: int) -> str:
     """Send a binary request for `largest`; return "ok", or the error."""
-    given = {"name": "x", "datatype": "FP32", "shape": [size // 4], "parameters": {"binary_data_size": size}}
-    head = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}}).encode()
-    length = {"inference-header-content-length": str(len(head))}
-    answer: Answer = served.ask("POST", "/v2/models/largest/infer", head + bytes(size), length)
+    answer = served.ask("POST", "/v2/models/largest/infer", *binary(np.zeros(size // 4, np.float32)))
     if answer.status == 200:
         assert answer.content.endswith(bytes(4))
         return "ok"

@@ -26,7 +26,7 @@ import pytest
 from abi_files import c_library, negate_model
 from service_fixtures import Served, serve, wait_until
 from service_models import place, relu
-from service_rows import QUICK, ROW, call, scaled, y_of
+from service_rows import QUICK, ROW, binary, call, scaled, y_of
 from tritonclient.grpc import service_pb2 as pb
 
 from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION
@@ -227,13 +227,10 @@ class Load:
 
     def post(self, connection: HTTPConnection, x: np.ndarray) -> bool:
         """Sends one request over HTTP. Returns whether there is an answer."""
-        tensor: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": x.shape}
-        tensor["parameters"] = {"binary_data_size": x.nbytes}
-        head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
         try:
             if connection.sock and select.select([connection.sock], [], [], 0)[0]:
                 connection.close()  # as the server has, after the last answer
-            connection.request("POST", "/v2/models/load/infer", head + x.tobytes(), {LENGTH: str(len(head))})
+            connection.request("POST", "/v2/models/load/infer", *binary(x))
             answer = connection.getresponse()
             body = answer.read()
         except ConnectionRefusedError as error:  # nobody listens
