@@ -67,7 +67,7 @@ def choose_libraries(
                 "Expected a library such as build/libcustom_relu.so"
             )
         other = libraries.setdefault(library.domain, library)
-        if not library.path.samefile(other.path):  # the same one may be named again, also by a link
+        if real_path(library.path) != real_path(other.path):  # the same may be named again, also by a link
             raise LibraryError(
                 f"{other.path} and {library.path} both have ops of the domain {library.domain}, and ONNX "
                 "Runtime takes one library per domain and session. Name one of them, or link the ops of "
