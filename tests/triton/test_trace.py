@@ -238,14 +238,17 @@ def test_a_row_by_an_attribute() -> None:
             assert step.arguments[0].offset.evaluate([(6, 10)], [row]) == 40 * (row % 6)
 
 
-def test_a_squeeze_depends_on_the_size() -> None:
+@pytest.mark.parametrize(
+    ("view", "rows"), [(lambda x: x.squeeze(0), (1, 2, 7)), (lambda x: x.expand(7, -1), (1, 7))]
+)
+def test_views_that_depend_on_a_size_of_1(view: Any, rows: tuple[int, ...]) -> None:
     def launcher(x):
-        y, part = torch.empty_like(x), x.squeeze(0)
+        y, part = torch.empty_like(x), view(x)
         launchers.row_kernel[(part.shape[0],)](part, y, part.stride(0), part.dim(), 1, BLOCK=16)
         return y
 
-    op = trace(record("f", "x"), launcher, [{"x": torch.empty(rows, 8)} for rows in (1, 5)])
-    for shape in ((1, 6), (2, 6), (7, 1)):
+    op = trace(record("f", "x"), launcher, [{"x": torch.empty(n, 8)} for n in (1, rows[-1])])
+    for shape in ((n, 6) for n in rows):
         assert evaluated(chosen(op, [shape]), [shape]) == direct(launcher, [shape])
 
 

@@ -180,6 +180,11 @@ class Recorder(TorchDispatchMode):
             if func is torch.ops.aten.select.int and isinstance(args[2], torch.SymInt):
                 self.symbols.in_torch, func = was, _select
             result = func(*args, **kwargs)
+        except RuntimeError:
+            if name != "expand":
+                raise
+            self.symbols.in_torch, self.symbols.in_squeeze = False, True  # a size may be 1
+            result = func(*args, **kwargs)
         finally:
             self.symbols.in_torch, self.symbols.in_squeeze = was, False
         if isinstance(result, torch.Tensor) and _address(result) not in self._storages:
