@@ -186,12 +186,6 @@ def test_an_op_that_a_given_library_lacks(libraries: dict[str, Path]) -> None:
 # ------------------------------------------------------------------------------------------- files
 
 
-def saved(folder: Path, graph: onnx.ModelProto) -> Path:
-    path = folder / "model.onnx"
-    path.write_bytes(graph.SerializeToString())
-    return path
-
-
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     for name in ("none.onnx", "long" * 99):
         with pytest.raises(ModelError, match=f"{name}: no such file. Expected a model such as"):
@@ -203,7 +197,7 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
 
 
 def test_damaged_files(tmp_path: Path) -> None:
-    whole = saved(tmp_path, make_model("CustomRelu")).read_bytes()
+    whole = make_model("CustomRelu").SerializeToString()
     broken = bytearray(whole)
     broken[10:40] = b"\xff" * 30
     pieces = {

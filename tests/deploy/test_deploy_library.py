@@ -1,6 +1,5 @@
 """The library that a model needs: found, refused when it cannot be used; and under plain onnxruntime."""
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -40,7 +39,8 @@ def test_the_smallest_library_that_has_all_ops_is_taken(libraries: dict[str, Pat
 def test_a_library_beside_the_model_needs_permission(libraries: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(make_model("CustomRelu").SerializeToString())
-    shutil.copy(foreign_library(), tmp_path / "libsomething.so")  # skipped
+    foreign = onnxruntime.capi.onnxruntime_pybind11_state.__file__
+    shutil.copy(foreign, tmp_path / "libsomething.so")  # skipped: twinop did not build it
     beside = tmp_path / "libmine.so"
     shutil.copy(libraries["custom_relu"], beside)
     for opens in (session, check_model, twinop.libraries_for):
@@ -123,13 +123,6 @@ def test_a_model_that_needs_two_libraries(
 
 
 # ------------------------------------------------------------------------------------------- unusable ones
-
-
-def foreign_library() -> Path:
-    """A sound library that twinop did not build."""
-    spec = importlib.util.find_spec("onnxruntime.capi.onnxruntime_pybind11_state")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin)
 
 
 def test_a_library_without_the_adapter(libraries: dict[str, Path], tmp_path: Path) -> None:

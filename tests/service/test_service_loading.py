@@ -187,12 +187,6 @@ def test_differences_of_special_values() -> None:
     assert difference(small, small * np.float16(2)) > 0.5 < difference(small, np.zeros_like(small))
 
 
-def product_of_rows() -> onnx.ModelProto:
-    """y[N, N] = x times its transpose: the shape of a row depends on how many there are."""
-    nodes = "t = Transpose <perm = [1, 0]> (x) y = MatMul(x, t)"
-    return service_models.parsed(f"(float[N, 4] x) => (float[N, N] y) {{ {nodes} }}")
-
-
 def small(batch_axis: int, scale: float) -> onnx.ModelProto:
     """y = Softmax(x) along an axis, made small and, for the batch axis, 0 for a row alone."""
     nodes = f"""
@@ -210,18 +204,18 @@ def test_small_rows_are_joined_only_where_they_are_independent(tmp_path: Path, s
     assert loaded(tmp_path, small(1, scale), max_batch_size=4).rows_independent
 
 
-DEPENDENT = {
-    "centred": (service_models.centred, "output y differs: error .* where the largest value is .*, accepted"),
-    "product": (product_of_rows, r"output y has shape \[2, 2\] for two rows"),
-}
+OF_ROWS = "(float[N, 4] x) => (float[N, N] y) { t = Transpose <perm = [1, 0]> (x) y = MatMul(x, t) }"
+DEPENDENT = [
+    (service_models.centred(), "output y differs: error .* where the largest value is .*, accepted"),
+    (service_models.parsed(OF_ROWS), r"output y has shape \[2, 2\] for two rows"),
+]
 
 
-@pytest.mark.parametrize("name", DEPENDENT)
+@pytest.mark.parametrize(("model", "words"), DEPENDENT, ids=["centred", "products of rows"])
 def test_rows_that_depend_on_each_other_are_not_joined(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model: onnx.ModelProto, words: str
 ) -> None:
-    model, words = DEPENDENT[name]
-    assert not loaded(tmp_path, model(), max_batch_size=4).rows_independent
+    assert not loaded(tmp_path, model, max_batch_size=4).rows_independent
     assert re.search(f"its rows depend on each other, so requests are not batched: {words}", caplog.text)
     assert loaded(tmp_path, service_models.relu(), max_batch_size=4).rows_independent
 

@@ -1,7 +1,6 @@
 """Models that cannot be served, and runs that fail, each with its message."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +53,19 @@ def test_external_data_elsewhere(
         load(place, ModelSettings(provider="cpu"), ServerSettings())
 
 
-def load_after(monkeypatch: pytest.MonkeyPatch, place: VersionFolder, change: Callable[[], Any]) -> None:
-    """Load a model whose files change once they have been checked."""
-    libraries_for = loading.libraries_for
-
-    def changed(*arguments: Any) -> Any:
-        change()
-        return libraries_for(*arguments)
-
-    monkeypatch.setattr(loading, "libraries_for", changed)
-    load(place, ModelSettings(provider="cpu"), ServerSettings())
-
-
 def test_a_link_that_comes_after_the_check(
     tmp_path: Path, libraries: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, data = external(tmp_path)
-    outside = tmp_path / "outside.bin"
+    libraries_for = loading.libraries_for
 
-    def link() -> None:
-        data.rename(outside)
-        data.symlink_to(outside)
+    def changed(*arguments: Any) -> Any:
+        data.symlink_to(data.rename(tmp_path / "outside.bin"))
+        return libraries_for(*arguments)
 
+    monkeypatch.setattr(loading, "libraries_for", changed)
     with pytest.raises(TwinopError, match="ONNX Runtime refuses it: .*escapes model directory"):
-        load_after(monkeypatch, place, link)
+        load(place, ModelSettings(provider="cpu"), ServerSettings())
     monkeypatch.setattr(onnxruntime, "__version__", "1.26.0")
     with pytest.raises(ProviderError, match="1.26.0 follows links out of a model's folder: install 1.27"):
         load(place, ModelSettings(provider="cpu"), ServerSettings())

@@ -21,8 +21,6 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from twinop.deploy.service.operations import Token
 from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError, read_settings
 
-SHA = "0123456789abcdef" * 4
-
 
 def written(folder: Path, text: str) -> Path:
     path = folder / "twinop.toml"
