@@ -1,10 +1,9 @@
 """The Open Inference Protocol against the real server, also with Triton's clients."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,32 +119,19 @@ def test_a_full_queue_says_when_to_come_back(served: Served, stub: Any, held_fil
     assert [each.result().status for each in waiting] == [200] * 3
 
 
-@dataclass
-class Busy:
-    """The model `held`, which runs one request until `release`. Later ones wait behind it."""
-
-    served: Served
-    file: Path
-    first: Any
-
-    def runs(self) -> float:
-        return self.served.metric("twinop_compute_seconds_count", model="held")
-
-    def cancelled(self) -> float:
-        return self.served.metric("twinop_failures_total", model="held", reason="cancelled")
-
-    def release(self) -> None:
-        self.file.unlink(missing_ok=True)
-        assert self.first.result(60).model_name == "held"
-
-
 @pytest.fixture
-def busy(served: Served, stub: Any, held_file: Path) -> Iterator[Busy]:
+def release(served: Served, stub: Any, held_file: Path) -> Iterator[Callable[[], None]]:
+    """The model `held` runs one request until this is called. Later ones wait behind it."""
     held_file.touch()
-    found = Busy(served, held_file, stub.ModelInfer.future(message("held")))
+    first = stub.ModelInfer.future(message("held"))
     wait_until(lambda: in_flight(served, 1, "held"))
-    yield found
-    found.release()
+
+    def release() -> None:
+        held_file.unlink(missing_ok=True)
+        assert first.result(60).model_name == "held"
+
+    yield release
+    release()
 
 
 def http_request(rows: int) -> bytes:
@@ -155,8 +141,14 @@ def http_request(rows: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["HTTP", "large, HTTP", "gRPC"])
-def test_work_of_a_client_that_has_gone_is_dropped(served: Served, stub: Any, busy: Busy, kind: str) -> None:
-    before, runs = busy.cancelled(), busy.runs()
+def test_work_of_a_client_that_has_gone_is_dropped(
+    served: Served, stub: Any, release: Callable[[], None], kind: str
+) -> None:
+    def counts() -> tuple[float, float]:
+        cancelled = served.metric("twinop_failures_total", model="held", reason="cancelled")
+        return cancelled, served.metric("twinop_compute_seconds_count", model="held")
+
+    before, runs = counts()
     with ExitStack() as stack:
         for _ in range(5):
             if kind == "gRPC":
@@ -165,13 +157,13 @@ def test_work_of_a_client_that_has_gone_is_dropped(served: Served, stub: Any, bu
                 rows = 50_000 if kind.startswith("large") else 1
                 stack.enter_context(served.connect()).sendall(http_request(rows))
         wait_until(lambda: in_flight(served, 6, "held"))
-    wait_until(lambda: busy.cancelled() == before + 5)
-    busy.release()
+    wait_until(lambda: counts() == (before + 5, runs))
+    release()
     assert stub.ModelInfer(message("held")).outputs  # runs after all requests that were not dropped
-    assert busy.runs() == runs + 2
+    assert counts() == (before + 5, runs + 2)
 
 
-def test_deadlines(served: Served, stub: Any, busy: Busy) -> None:
+def test_deadlines(served: Served, stub: Any, release: Callable[[], None]) -> None:
     answer = served.infer("held", ROW, parameters={"timeout": 20_000})
     assert answer.status == 504 and "time was over" in answer.error
     assert served.metric("twinop_failures_total", model="held", reason="deadline") == 1
