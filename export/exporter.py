@@ -110,13 +110,8 @@ def export(
             source, held = _held(exported, files)
             options |= {"progress": progress, "kept": calls, "library": libraries or None, "held": held}
             found = _optimized(source, reference.inputs.tensors, report, cases, options)
-            if held and not found:  # it gave the disk of its weights back
-                shutil.rmtree(folder / _OPTIMIZED)
-                files = save(exported, folder / report.path.name, external_data_bytes)
-            files = found or files
-        written = publish(files, report.path)
-        report.size = sum(file.stat().st_size for file in written)
-        report.data_path = written[0] if len(written) > 1 else None
+            files = found or _as_exported(exported, files, held, external_data_bytes)
+        report.take_files(publish(files, report.path))
     return report
 
 
@@ -201,6 +196,16 @@ def _held(model: ir.Model, files: Sequence[Path]) -> tuple[Path, dict[str, Held]
     for length in (0, size):
         os.truncate(files[0], length)
     return path, held
+
+
+def _as_exported(
+    model: ir.Model, files: list[Path], held: Mapping[str, Held], external_data_bytes: int
+) -> list[Path]:
+    """Returns the files of a model that is not optimised, written again if `_held` gave their disk back."""
+    if not held:
+        return files
+    shutil.rmtree(files[-1].parent / _OPTIMIZED)
+    return save(model, files[-1], external_data_bytes)
 
 
 def _optimized(

@@ -1,5 +1,6 @@
 """Describes what an export made and how it compares with torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ class ExportReport:
     device: str = ""  # what it was optimised for, if it was to be
     optimized: Any = None  # the `twinop.optimize.OptimizeReport`, if it found anything
     notes: list[str] = field(default_factory=list)
+
+    def take_files(self, files: Sequence[Path]) -> None:
+        """Describes the files that were written, the model last."""
+        self.size = sum(file.stat().st_size for file in files)
+        self.data_path = files[0] if len(files) > 1 else None
 
     @property
     def opset(self) -> int:

@@ -24,7 +24,9 @@ class AdaLayerNorm(Rewrite[_Match], name="ada_layer_norm", ops=("layer_norm",)):
         shifted = _other_operand(scaled[0].outputs[0], "Add") if scaled is not None else None
         if scaled is None or shifted is None:
             return "no Mul alone reads the norm, or no Add that Mul"
-        scale, shift, x = _scale_of(scaled[1]), shifted[1], g.dims(node.inputs[0])
+        total, shift, x = g.producer(scaled[1], "Add"), shifted[1], g.dims(node.inputs[0])
+        scales = [each for each in total.inputs if g.scalar(each) != 1] if total is not None else []
+        scale = scales[0] if len(scales) == 1 else None  # of 1 + scale
         if scale is None or not all(_is_per_sequence(each, x) for each in (scale, shift)):
             return "scale and shift are not [B, 1, ..., C] for x [B, ..., C]"
         return scale, shift, shifted[0].outputs[0]
@@ -54,13 +56,6 @@ def _other_operand(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | 
         return None
     others = [each for each in node.inputs if each is not value]
     return (node, others[0]) if len(others) == 1 and others[0] is not None else None
-
-
-def _scale_of(value: ir.Value) -> ir.Value | None:
-    """Returns `scale` of 1 + scale."""
-    node = g.producer(value, "Add")
-    scales = [each for each in node.inputs if g.scalar(each) != 1] if node is not None else []
-    return scales[0] if len(scales) == 1 else None
 
 
 def _is_per_sequence(value: ir.Value, x: list[g.Dim] | None) -> bool:

@@ -237,12 +237,11 @@ class Comparison:
 
     def _narrowed(self, form: Form, cases: Sequence[Mapping[str, np.ndarray]]) -> list[equivalence.Case]:
         """Returns inputs in the dtypes of a form."""
-
-        def narrowed(name: str, array: np.ndarray) -> np.ndarray:
-            is_float = array.dtype == np.float32 and name in form.dtypes
-            return narrow(array, form.dtypes[name]) if is_float else array
-
-        return [{name: narrowed(name, array) for name, array in case.items()} for case in cases]
+        kinds = form.dtypes
+        return [
+            {n: narrow(a, kinds[n]) if a.dtype == np.float32 and n in kinds else a for n, a in case.items()}
+            for case in cases
+        ]
 
     def _errors_in(
         self, form: Form, reference: equivalence.Reference, optimize: bool = True

@@ -34,10 +34,9 @@ class Estimate:
 
     def __str__(self) -> str:
         """The estimate as a line of text."""
-        memory, disk = _gb(self.memory), _gb(self.disk)
         return (
-            f"takes about {memory} of memory ({_gb(self.free_memory)} are free) and {disk} of disk "
-            f"({_gb(self.free_disk)} are free)"
+            f"takes about {_gb(self.memory)} of memory ({_gb(self.free_memory)} are free) and "
+            f"{_gb(self.disk)} of disk ({_gb(self.free_disk)} are free)"
         )
 
     def require(self, source: Path, target: Path) -> None:

@@ -101,10 +101,6 @@ def optimize_folder(
     """
     source, target = Path(source), Path(target).resolve()
     chosen = chosen_device(device)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
-    if target.is_relative_to(source.resolve()):
-        raise ExportError(f"{target}: lies inside the source folder. Choose one outside {source}")
     config = _read(source / CONFIG)
     files = _files(source, target)
     decoder = _decoder(source, config)
@@ -184,7 +180,11 @@ def _read(path: Path) -> Any:
 
 def _files(source: Path, target: Path) -> list[Path]:
     """Returns all files, links and folders of a folder, relative to it. ExportError: a link leads out of the
-    folder or to nothing, or a file is not a regular one."""
+    folder or to nothing, a file is not a regular one, or the target exists or lies inside."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ExportError(f"{target}: exists already. Name a new folder, or an empty one")
+    if target.is_relative_to(source.resolve()):
+        raise ExportError(f"{target}: lies inside the source folder. Choose one outside {source}")
     found, root = list[Path](), os.path.realpath(source)
 
     def refuse(error: OSError) -> None:

@@ -207,9 +207,8 @@ def _check_values(path: Path, model: ir.Model) -> None:
                 f"{path}: input {value.name} has {lacks}. Declare it, or export the model again: twinop "
                 "cannot tell what its nodes compute"
             )
-    names = [value.name for value in model.graph.outputs]
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1:
+    for name, count in Counter(value.name for value in model.graph.outputs).items():
+        if count > 1:
             raise ExportError(f"{path}: output {name} is listed twice; list it once")
     reads = [("the model returns", used) for used in model.graph.outputs]
     for node in ir.traversal.RecursiveGraphIterator(model.graph):

@@ -32,13 +32,11 @@ class _Norm:
     constants: Sequence[ir.Value] = ()  # those that the norm reads
 
 
-class Norms(
-    Rewrite[_Norm],
-    name="norm",
-    op_types=("Mul", "Add", "Div", "LayerNormalization", "RMSNormalization"),
-    backwards=True,
-):
+class Norms(Rewrite[_Norm]):
     """Finds norms that are one node, and those that are many."""
+
+    name, backwards = "norm", True
+    op_types = ("Mul", "Add", "Div", "LayerNormalization", "RMSNormalization")
 
     def match(self, node: ir.Node) -> _Norm | g.Skipped | str:
         if not node.op_type.endswith("Normalization"):

@@ -83,14 +83,11 @@ class _Matmul:
                 )
 
 
-class QuantisedGates(
-    Rewrite[tuple[list[_Matmul], str]],
-    name="quantised_gates",
-    op_types=("Mul",),
-    ops=("swiglu", "swiglu_packed"),
-    sixteen_bits_only=True,
-):
+class QuantisedGates(Rewrite[tuple[list[_Matmul], str]]):
     """Finds the matmuls of gate and up, or the one that has both, and the activation of the gate."""
+
+    name, op_types, ops = "quantised_gates", ("Mul",), ("swiglu", "swiglu_packed")
+    sixteen_bits_only = True
 
     def match(self, node: ir.Node) -> tuple[list[_Matmul], str] | str:
         match = (node.inputs[-1], node.inputs[0], "silu") if node.domain else gate_of(self.context, node)
