@@ -181,20 +181,20 @@ def test_an_interrupted_build_leaves_no_library(tmp_path: Path, how: int) -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 def test_cuda(tmp_path: Path) -> None:
-    """A kernel of one's own, beside a CUDA file without ops."""
-    made = twinop("new", "scaled", "--kind", "kernel", cwd=tmp_path)
+    """A kernel of one's own, beside a CUDA file without ops; its name makes one of twinop's, LaunchKernel."""
+    made = twinop("new", "launch", "--kind", "kernel", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
-    folder = tmp_path / "scaled"
+    folder = tmp_path / "launch"
     (folder / "helper.cu").write_text(
         "namespace { __global__ void Nothing() {} }\nvoid Run() { Nothing<<<1, 1>>>(); }\n"
     )
     text = (folder / "pyproject.toml").read_text()
-    (folder / "pyproject.toml").write_text(text.replace('["scaled.h"]', '["scaled.h", "helper.cu"]'))
-    done = twinop("build", "scaled", "--archs", "90", cwd=tmp_path)
+    (folder / "pyproject.toml").write_text(text.replace('["launch.h"]', '["launch.h", "helper.cu"]'))
+    done = twinop("build", "launch", "--archs", "90", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    library = read_library(tmp_path / "build" / "libscaled.so")
-    assert library.cuda_archs == "90" and library.records["scaled"].devices == ("cpu", "cuda")
-    assert library.records["scaled"].outputs == ("y", "total")
+    library = read_library(tmp_path / "build" / "liblaunch.so")
+    assert library.cuda_archs == "90" and library.records["launch"].devices == ("cpu", "cuda")
+    assert library.records["launch"].outputs == ("y", "total")
 
 
 def test_a_header_that_changes_while_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

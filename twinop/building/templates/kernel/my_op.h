@@ -32,7 +32,7 @@ __device__ inline float MyOpBlockSum(float value) {
   return sums[0];
 }
 
-__global__ void MyOpKernel(const float* x, float* y, float* sums, float scale, std::int64_t count) {
+__global__ void MyOpScaleKernel(const float* x, float* y, float* sums, float scale, std::int64_t count) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kMyOpThreads + threadIdx.x;
   const float value = i < count ? scale * x[i] : 0.0f;
   if (i < count) y[i] = value;
@@ -59,8 +59,8 @@ Status LaunchMyOp(const CallOf<Op>& call) {
 #if defined(__CUDACC__)
   auto* const sums = static_cast<float*>(call.scratch);
   const std::int64_t blocks = MyOpBlocks(call);
-  TWINOP_RETURN_IF_ERROR(LaunchKernel(MyOpKernel, {blocks, dim3(kMyOpThreads)}, call, x.as<const float>(),
-                                      y.as<float>(), sums, scale, x.numel));
+  TWINOP_RETURN_IF_ERROR(LaunchKernel(MyOpScaleKernel, {blocks, dim3(kMyOpThreads)}, call,
+                                      x.as<const float>(), y.as<float>(), sums, scale, x.numel));
   return LaunchKernel(MyOpTotalKernel, {1, dim3(kMyOpThreads)}, call, sums, total.as<float>(), blocks);
 #else
   float sum = 0.0f;
