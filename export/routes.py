@@ -85,13 +85,11 @@ def _promote_concatenated(model: ir.Model) -> None:
         if node.op_type != "Concat" or dtype is None:
             continue
         for index, value in enumerate(node.inputs):
-            if value is None:
-                continue
-            maker = value.producer()
-            is_unsqueezed = maker is not None and maker.op_type == "Unsqueeze"  # its type is not declared
-            source = maker.inputs[0] if maker is not None and is_unsqueezed else value
+            maker, source = value.producer() if value is not None else None, value
+            if maker is not None and maker.op_type == "Unsqueeze":  # its type is not declared
+                source = maker.inputs[0]
             known = None if source is None else source.dtype
-            if known not in (None, dtype):
+            if value is not None and known not in (None, dtype):
                 cast = ir.node("Cast", [value], {"to": dtype})
                 cast.outputs[0].dtype, cast.outputs[0].shape = dtype, value.shape
                 node.prepend(cast)

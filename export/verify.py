@@ -176,14 +176,10 @@ def _compare_run(
 
 def _masks_by_lowest_number(model: ir.Model) -> bool:
     """Whether a node chooses between a value and the lowest number of its dtype, as torch's masks do."""
-    for node in model.graph.all_nodes():
-        for value in node.inputs if node.op_type == "Where" else ():
-            constant = value.const_value if value is not None else None
-            if constant is None or constant.size != 1 or not constant.dtype.is_floating_point():
-                continue
-            if constant.numpy().item() == constant.dtype.min:
-                return True
-    return False
+    read = [value for node in model.graph.all_nodes() if node.op_type == "Where" for value in node.inputs]
+    found = [each for value in read if value is not None and (each := value.const_value) is not None]
+    numbers = [each for each in found if each.size == 1 and each.dtype.is_floating_point()]
+    return any(each.numpy().item() == each.dtype.min for each in numbers)
 
 
 def unsupported_cell(call: Call, opset: int) -> str:

@@ -203,12 +203,11 @@ def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) ->
     biases, one node reads. Returns the output, in which they follow each other; None if there are other
     values."""
     found = [each for value in values if g.only_user(value) and (each := _matmul_of(value, _match))]
-    if len(found) < len(values) or any(_kind(each) != _kind(found[0]) for each in found):
+    is_alone = all(g.has_only(each.node.inputs[1], context.graph, MATMUL_NBITS) for each in found)
+    if not is_alone or len(found) < len(values) or any(_kind(each) != _kind(found[0]) for each in found):
         return None
     first, width = found[0].node, sum(each.sizes["n"] for each in found)
     parts = zip(*([*each.node.inputs, None][1:4] for each in found), strict=True)
-    if not all(g.has_only(each.node.inputs[1], context.graph, MATMUL_NBITS) for each in found):
-        return None
     joined = [None if None in part else join(context, part) for part in parts]
     attributes = {name: each.value for name, each in first.attributes.items()} | {"N": width}
     shape = [*(g.dims(values[0]) or [])[:-1], width]
