@@ -310,13 +310,10 @@ def _argument(
 
 def _names_floats(function: ir.Function) -> bool:
     """Whether constants or casts of a body are of one float type: others' converters to 16 bits keep them."""
-    for node in function.all_nodes():
-        for name, each in node.attributes.items():
-            tensor = each.type is ir.AttributeType.TENSOR and each.value.dtype.is_floating_point()
-            cast = node.op_type == "Cast" and ir.DataType(each.value).is_floating_point()
-            if tensor or cast or name == "value_float":
-                return True
-    return False
+    given = [(node, *pair) for node in function.all_nodes() for pair in node.attributes.items()]
+    kinds = [ir.DataType(each.value) for node, _, each in given if node.op_type == "Cast"]
+    kinds += [each.value.dtype for _, _, each in given if each.type is ir.AttributeType.TENSOR]
+    return any(kind.is_floating_point() for kind in kinds) or "value_float" in [name for _, name, _ in given]
 
 
 def _as_output(

@@ -101,38 +101,32 @@ def optimize(
         without, replace, allow_uncompared, drop_slow, library, allow_model_libraries, kept, held, rows,
         max_error,
     )  # fmt: skip
-    return _optimized(Path(source), Path(target), options, dry_run, explain, timeout, progress)
+    with time_limit(timeout), silent_loggers():
+        return _optimized(Path(source), Path(target), options, dry_run, explain, progress)
 
 
 def _optimized(
-    source: Path,
-    target: Path,
-    options: Options,
-    dry_run: bool,
-    explain: str | None,
-    timeout: float,
-    progress: Progress,
+    source: Path, target: Path, options: Options, dry_run: bool, explain: str | None, progress: Progress
 ) -> OptimizeReport:
-    with time_limit(timeout), silent_loggers():
-        progress("reading the model")
-        SERVER.start("twinop.model.weights")  # it imports ONNX Runtime, and what models name, meanwhile
-        read = read_source(source, target, options)
-        verifier = Verifier(read, partial(_rewritten, read, progress), progress)
-        needs = estimate(read.loaded, read.report.path, read.report.dtype if options.dtype else "")
-        if options.dtype == FLOAT8:  # the file in 16 bits lies beside it meanwhile
-            needs = replace(needs, disk=needs.disk * 2)
-        is_tried = dry_run or explain is not None
-        if not is_tried:
-            needs.require(read.path, read.report.path)
-        _prepare(verifier)
-        if is_tried:
-            return _tried(verifier, needs, explain)
-        with work_folder(read.report.path) as folder:
-            files = _write_verified(verifier, folder)
-            if options.dtype == FLOAT8:
-                files = float8.quantize(verifier, files, folder)
-            read.report.bytes_after = sum(map(os.path.getsize, files))
-            publish(files, read.report.path)
+    progress("reading the model")
+    SERVER.start("twinop.model.weights")  # it imports ONNX Runtime, and what models name, meanwhile
+    read = read_source(source, target, options)
+    verifier = Verifier(read, partial(_rewritten, read, progress), progress)
+    needs = estimate(read.loaded, read.report.path, read.report.dtype if options.dtype else "")
+    if options.dtype == FLOAT8:  # the file in 16 bits lies beside it meanwhile
+        needs = replace(needs, disk=needs.disk * 2)
+    is_tried = dry_run or explain is not None
+    if not is_tried:
+        needs.require(read.path, read.report.path)
+    _prepare(verifier)
+    if is_tried:
+        return _tried(verifier, needs, explain)
+    with work_folder(read.report.path) as folder:
+        files = _write_verified(verifier, folder)
+        if options.dtype == FLOAT8:
+            files = float8.quantize(verifier, files, folder)
+        read.report.bytes_after = sum(map(os.path.getsize, files))
+        publish(files, read.report.path)
     return read.report
 
 
