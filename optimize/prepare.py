@@ -198,7 +198,8 @@ def _remove_no_ops(model: ir.Model) -> None:
         if source is None or (given and result.is_graph_output()):
             continue
         inner = g.producer(source, "Reshape") if node.op_type == "Reshape" else None
-        if inner is not None and g.same_dims(g.dims(inner.inputs[0]), g.dims(result)):
+        is_swapped = any(use.op_type == "Transpose" for use, _ in result.uses())  # `heads.py` matches that
+        if inner is not None and not is_swapped and g.same_dims(g.dims(inner.inputs[0]), g.dims(result)):
             source = inner.inputs[0] or source  # two that undo each other
         keeps_shape = not g.is_constant(source) and g.same_dims(g.dims(source), g.dims(result))
         if keeps_shape and node.op_type == "Expand":
