@@ -238,7 +238,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "exporter"), zip(DRAWS, ["dynamo", "torchscript"] * 2, strict=True))
+@pytest.mark.parametrize(("kind", "exporter"), [*zip(DRAWS, ["dynamo", "torchscript"] * 2, strict=True)])
 def test_a_model_that_draws_random_numbers(exporter: str, kind: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="^the model draws random numbers: output 0 differs from call to c"):
         plain(Numbers(DRAWS[kind]), torch.randn(4, 16), tmp_path / "m.onnx", exporter=exporter)

@@ -130,7 +130,7 @@ def test_a_mixture_of_experts_stays_as_it_is(tmp_path: Path) -> None:
     assert "needs ONNX Runtime: com.microsoft QMoE x 1" in str(report)
 
 
-@pytest.mark.parametrize(("kind", "axis"), zip(KINDS, (0, 1, 0, 1), strict=True))
+@pytest.mark.parametrize(("kind", "axis"), [*zip(KINDS, (0, 1, 0, 1), strict=True)])
 def test_the_bytes_are_compared_with_the_source(kind: str, axis: int, tmp_path: Path) -> None:
     """Also one that is off is found."""
     _, made = optimized(model(kind, axis), tmp_path)

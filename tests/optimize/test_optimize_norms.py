@@ -285,7 +285,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize(("norm", "body"), zip([*ADDED] * 2, APART.values(), strict=True), ids=list(APART))
+@pytest.mark.parametrize(("norm", "body"), [*zip([*ADDED] * 2, APART.values(), strict=True)], ids=[*APART])
 def test_what_stays_apart(norm: str, body: str, tmp_path: Path) -> None:
     _, made = optimized(normed(norm, body), tmp_path)
     assert nodes(made, norm) and not nodes(made, ADDED[norm])

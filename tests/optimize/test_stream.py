@@ -67,7 +67,7 @@ def pair(path: Path) -> tuple[ir.Model, ir.Model]:
 DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "int4": "float16"}
 
 
-@pytest.mark.parametrize(("precision", "shared"), zip(DTYPES, [False, True] * 2, strict=True))
+@pytest.mark.parametrize(("precision", "shared"), [*zip(DTYPES, [False, True] * 2, strict=True)])
 def test_a_decoder_is_what_it_is(folder: Callable[[str], Path], precision: str, shared: bool) -> None:
     original, result = pair(folder(precision))
     original.graph.meta[SHARED_CACHES] = shared

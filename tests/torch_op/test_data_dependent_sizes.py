@@ -130,7 +130,7 @@ ROWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "layer_norm": lambda x: torch_op.layer_norm(x, W, W),
     "a residual for all": lambda x: torch_op.add_rms_norm(x, KN[:3], W)[0],
     "ada_layer_norm": lambda x: torch_op.ada_layer_norm(x, 2 * x, KN[:3]),
-    "swiglu_packed": torch_op.swiglu_packed,
+    "swiglu_packed": lambda x: torch_op.swiglu_packed(x),
     "linear": lambda x: torch_op.linear(x, KN),
 }
 
