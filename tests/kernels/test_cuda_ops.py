@@ -12,7 +12,6 @@ from twinop.testing.samples import why_not_derived
 from twinop.torch_op.rules import as_tuple
 
 pytestmark = pytest.mark.cuda
-each_op = pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
 MANY = (1 << 31) + 9
 
 

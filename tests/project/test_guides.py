@@ -80,9 +80,10 @@ def test_the_ops_of_all_pages_work(tmp_path: Path) -> None:
         return done.stdout
 
     ops = [op_of(page) for page in PAGES]
-    said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *FOLDERS, "-k", " or ".join(ops))
-    passed = re.search(r"(\d+) passed", said)
-    assert passed and int(passed[1]) > 30 * len(ops), said[-2000:]
+    said = run("-m", "pytest", "-v", "-p", "no:cacheprovider", *FOLDERS, "-k", " or ".join(ops))
+    for op in ops:
+        passed = re.findall(rf"^(tests/\w+)/\S*{op}.* PASSED", said, re.MULTILINE)
+        assert set(passed) == {*FOLDERS} and len(passed) > 30, said[-2000:]
     for page in PAGES:
         programs = PROGRAM.findall(page.read_text())
         assert programs, page
