@@ -124,6 +124,7 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     guarded = bias if probabilities is not softmax.outputs[0] and not is_finite else None
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
     attributes |= {"unidirectional": 1} if causal else {}
+    attributes |= {"mask_filter_value": LOWEST} if lengths is not None else {}  # large scores exceed -10000
     finite = bias
     if guarded is not None:  # the softmax of a row of -inf is NaN
         finite = g.add(matmul, "Max", [guarded, g.scalar_constant(matmul, LOWEST, guarded)])

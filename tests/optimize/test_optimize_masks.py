@@ -12,6 +12,7 @@ from other_sizes import assert_same
 from slow_cases import often
 
 from twinop.deploy.ort_runs import run
+from twinop.optimize import graph as g
 from twinop.optimize import masks
 from twinop.optimize.comparison import SMALL_MASKS
 
@@ -134,6 +135,18 @@ def test_a_mask_that_large_scores_exceed_is_added(tmp_path: Path) -> None:
     assert "unidirectional" not in node.attributes and node.inputs[5] is not None
     assert f"{SMALL_MASKS}, and stay as they are" in report.notes
     check_same(tmp_path, {name: 300 * each for name, each in feeds(9, 9).items()})
+
+
+@pytest.mark.parametrize("lowest", [LOWEST, -np.inf])
+def test_lengths_hide_large_scores(lowest: float, tmp_path: Path) -> None:
+    mask = f"""{_PADDING} b = Where (u, shown, lowest) bias = Unsqueeze (b, axes12)
+        r = Add (s, bias) p = Softmax (r)"""
+    given = attention(mask, ", int64[B, S] mask", lowest=np.float32(lowest))
+    report, model = optimized(given, tmp_path, padding="right")
+    [node] = nodes(model, "MultiHeadAttention")
+    assert g.rank(node.inputs[4]) == 1 and not report.reverted
+    large = {name: 300 * each for name, each in feeds(9, 9).items()}
+    check_same(tmp_path, large | {"mask": np.array([[1] * 5 + [0] * 4, [1] * 9])})
 
 
 @pytest.mark.parametrize(
