@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +87,7 @@ TWINOP_CPU_OP(wants_tensor, Record("wants_tensor(Tensor x) -> Tensor"), CallTvmF
 TWINOP_TVM_FFI(put);
 TWINOP_CPU_OP(put, Record("put(Tensor(a!) cache, Tensor row, int at) -> ()").dtypes("float32"),
               CallTvmFfi<__tvm_ffi_put>)
+TWINOP_CPU_OP(too_few, Record("too_few(Tensor x) -> Tensor"), CallTvmFfi<__tvm_ffi_put>)
 TWINOP_TVM_FFI(dtype);
 TWINOP_CPU_OP(dtype, Record("dtype(Tensor x) -> Tensor").dtypes("float8_e4m3fn"),
               CallTvmFfi<__tvm_ffi_dtype>)
@@ -98,11 +98,11 @@ TWINOP_CPU_OP(silent, Record("silent(Tensor x) -> Tensor"), CallTvmFfi<__tvm_ffi
 PLAIN = "int __tvm_ffi_plain(void* self, const void* arguments, int count, void* result) { return -1; }\n"
 
 
-def compiled(file: Path, *options: str, metadata: bool = False) -> Path:
+def compiled(file: Path, *options: str) -> Path:
     """Compiles a source file, with tvm-ffi's headers if it is C++."""
     include = [f"-I{tvm_ffi.libinfo.find_include_path()}", f"-I{tvm_ffi.libinfo.find_dlpack_include_path()}"]
-    flags = ["-std=c++17", *include, f"-DTVM_FFI_DLL_EXPORT_INCLUDE_METADATA={int(metadata)}"]
-    command = [compiler(), "-O0", "-fPIC", *(flags if file.suffix == ".cpp" else ["-x", "c"]), *options]
+    kind = ["-std=c++17", *include] if file.suffix == ".cpp" else ["-x", "c"]
+    command = [compiler(), "-O0", "-fPIC", *kind, *options]
     target = file.with_suffix(".o")
     subprocess.run([*command, "-c", file, "-o", target], check=True)
     return target
@@ -127,7 +127,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
         words = shlex.split(line.replace("$(tvm-ffi-config --cxxflags)", ""))
         if words[0] == "c++":
             assert "$(tvm-ffi-config --cxxflags)" in line
-            compiled(folder / "kernel.cpp", *words[1:3], metadata=True)
+            compiled(folder / "kernel.cpp", *words[1:3])
         else:
             done = twinop(*words[1:], cwd=folder)
             assert done.returncode == 0 and "rms_norm" in done.stdout, done.stderr
@@ -199,7 +199,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> torch_op.Ops:
     folder = tmp_path_factory.mktemp("mixed")
     for name, text in {"mixed.cpp": MIXED, "plain.c": PLAIN, "mixed_ops.h": HEADER}.items():
         (folder / name).write_text(text)
-    objects = [compiled(folder / "mixed.cpp", metadata=True), compiled(folder / "plain.c")]
+    objects = [compiled(folder / "mixed.cpp"), compiled(folder / "plain.c")]
     built = build(find_project([folder / "mixed_ops.h", *objects]), folder / "lib.so", Options(cpu=True))
     assert built.library.domain == "mixed_ops"
     return torch_op.load(built.library.path)
@@ -228,6 +228,7 @@ def test_a_function_may_write_into_an_input(mixed: torch_op.Ops) -> None:
         (lambda ops, x: ops.mixed(x, mode="fails"), "mixed_ops::mixed.*ValueError: mode fails of float32"),
         (lambda ops, x: ops.mixed(x, mode="deep"), "InternalError: a plain exception"),
         (lambda ops, x: ops.wants_tensor(x), r"TypeError: Mismatched type on argument #0.*`DLTensor\*`"),
+        (lambda ops, x: ops.too_few(x), "TypeError: Mismatched number of arguments.* Expected 3 but got 2"),
         (lambda ops, x: ops.dtype(x.to(torch.float8_e4m3fn)), "a dtype of code 10 and 8 bits: float8"),
         (lambda ops, x: ops.silent(x), "the function failed, and raised no error"),
     ],
@@ -253,7 +254,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--symbol", "nope"], "defines __tvm_ffi_nope. There are these functions of tvm-ffi: plain"),
+        (["--symbol", "nope"], "nothing defines __tvm_ffi_nope. An object file that wants more"),
         (["--symbol", "no::pe"], "--symbol no::pe: expected the name of a C function, such as scale"),
         (["--symbol", "3d"], "--symbol 3d: expected the name of a C function"),
         (["--device", "tpu"], "--device tpu: expected cpu, cuda, both"),
@@ -311,15 +312,6 @@ def test_what_the_linker_refuses(tmp_path: Path) -> None:
     subprocess.run(["ar", "rc", tmp_path / "libmore.a", compiled(tmp_path / "more.c")], check=True)
     result = said(tmp_path, "wants.o", "libmore.a", *op)
     assert result.exit_code == 1 and "nothing defines TVMBackendGetFuncFromEnv. An" in result.stderr
-
-
-def test_another_number_of_arguments(page: Page, tmp_path: Path) -> None:
-    """By the metadata of the object; the function itself says it where there is none."""
-    shutil.copy(page.object, tmp_path)
-    result = said(tmp_path, "kernel.o", "--schema", "rms_norm(Tensor x, float eps=1e-6) -> Tensor")
-    assert result.exit_code == 1 and not list((tmp_path / "build").glob("*.so"))
-    assert "rms_norm takes 4 arguments (DLTensor*, DLTensor*, float, DLTensor*), and the op" in result.stderr
-    assert "gives 3: x, eps, y. Expected the inputs, the attributes and the outputs" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from ..record.names import check_op_name
 from ..record.record_checks import check_record
 from .cache import cache_folder, digest, write
 from .modules import write_source
-from .objects import check_arguments, check_functions
 from .project import Options, Project
 from .tree import Progress, compile_library, locked
 
@@ -58,7 +57,6 @@ def build(
             raise BuildError(
                 f"{path}: CMake cannot build in or from a path with {bad[0]!r}. Rename the folder or the file"
             )
-    check_functions(project)
     with locked(tree):
         generated = (output.absolute() if output else tree / "lib").with_name(f"{project.name}.generated.cpp")
         read, done, notes = dict[str, str | None](), list[str](), list[str]()
@@ -84,7 +82,6 @@ def build(
                 check_record(record, ops)
             except RecordError as error:  # a caret below a formula is more than one line
                 raise BuildError(str(error).partition("\n")[0]) from error
-        check_arguments(library, project, records)
         if output is None:
             output = cache_folder() / "libraries" / checksum(library) / file
         write(output, library.read_bytes())

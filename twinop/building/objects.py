@@ -1,26 +1,18 @@
-"""Object files with functions of tvm-ffi's C signature, `__tvm_ffi_<name>`: what they have, and their ops."""
+"""The ops of object files with functions of tvm-ffi's C signature, `__tvm_ffi_<name>`."""
 
 import json
 import re
 import struct
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import BuildError
 from ..libraries.library import sections_of
 from ..record.names import check_op_name
-from ..record.op_spec import OpSpec
 from ..record.schema_text import record_of
-from ..system.python_child import bare
 from .cache import write
-from .project import Project
 
-_PREFIX, _METADATA = "__tvm_ffi_", "__tvm_ffi__metadata_"
 _OF_CUDA = re.compile(r"_{0,2}cu(da)?[A-Z]")
-_CALLED = re.compile(
-    r"\bTWINOP_(?:CPU_|CUDA_)?OP\s*\(\s*(\w+)(?:(?!\bTWINOP_\w*OP\b).)*?CallTvmFfi<([\w\s,]+)>", re.DOTALL
-)
 _MACROS = {"cpu": "TWINOP_CPU_OP", "cuda": "TWINOP_CUDA_OP", "both": "TWINOP_OP"}
 _HEADER = """\
 // Written by `twinop build`. A header of your own may say the same, and more.
@@ -33,19 +25,11 @@ TWINOP_TVM_FFI({symbol});
 
 }}  // namespace twinop
 """
-# Prints the text that a function gives: an Any with a pointer to an object, whose fourth word is the address.
-_ASK = """
-import ctypes, sys
-result = (ctypes.c_int64 * 2)()
-if not getattr(ctypes.CDLL(sys.argv[1]), sys.argv[2])(None, None, 0, result):
-    words = (ctypes.c_int64 * 5).from_address(result[1])
-    print(ctypes.string_at(words[3], words[4]).decode())
-"""
 
 
-def symbols_of(paths: Sequence[Path]) -> tuple[set[str], set[str]]:
-    """Returns what objects define, and want of others; BuildError, LibraryError: damaged, or for others."""
-    defined, wanted = set[str](), set[str]()
+def _wanted_of_others(paths: Sequence[Path]) -> set[str]:
+    """Returns the symbols that objects want; BuildError, LibraryError: damaged, or for another machine."""
+    wanted = set[str]()
     for path in paths:
         with path.open("rb") as file:
             head = file.read(17)
@@ -56,11 +40,11 @@ def symbols_of(paths: Sequence[Path]) -> tuple[set[str], set[str]]:
         table, names = sections_of(path, path, ".symtab", ".strtab")
         try:
             for name, info, _, section, _, _ in struct.iter_unpack("<IBBHQQ", table):
-                if info >> 4:  # not of the file alone
-                    (defined if section else wanted).add(names[name : names.index(b"\0", name)].decode())
+                if info >> 4 and not section:
+                    wanted.add(names[name : names.index(b"\0", name)].decode())
         except (struct.error, ValueError) as error:
             raise BuildError(f"{path}: the file is damaged or cut short. Compile it again") from error
-    return defined, wanted
+    return wanted
 
 
 def write_header(
@@ -91,7 +75,7 @@ def write_header(
     record = record_of(schema, "", **given)
     check_op_name(record.name)
     if device is None:
-        device = "cuda" if any(map(_OF_CUDA.match, symbols_of(objects)[1])) else "cpu"
+        device = "cuda" if any(map(_OF_CUDA.match, _wanted_of_others(objects))) else "cpu"
     if device not in _MACROS:
         raise BuildError(f"--device {device}: expected {', '.join(_MACROS)}")
     symbol = symbol or record.name
@@ -107,50 +91,3 @@ def write_header(
     file = folder / f"{record.name}.generated.h"
     write(file, text.encode())
     return file
-
-
-def _functions(project: Project) -> list[tuple[str, str]]:
-    """Returns the names of ops and of the functions of objects that they call."""
-    found = [each for source in project.sources for each in _CALLED.findall(source.path.read_text())]
-    return [(op, name) for op, names in found for name in re.findall(rf"{_PREFIX}(\w+)", names)]
-
-
-def check_functions(project: Project) -> None:
-    """Checks that the objects are some for this machine, and have the functions that ops call."""
-    objects = [path for path in project.objects if path.suffix == ".o"]
-    defined, _ = symbols_of(objects)
-    for op, function in _functions(project):
-        if _PREFIX + function not in defined and objects == list(project.objects):  # no archive
-            there = sorted(re.findall(rf"\b{_PREFIX}(?!_)(\w+)", " ".join(defined)))
-            raise BuildError(
-                f"the op {op} calls {function}, and no object file defines {_PREFIX}{function}. There are "
-                f"these functions of tvm-ffi: {', '.join(there) or 'none'}"
-            )
-
-
-def check_arguments(library: Path, project: Project, records: Mapping[str, OpSpec]) -> None:
-    """Raises BuildError where metadata of tvm-ffi say another number of arguments than the record."""
-    for op, function in _functions(project):
-        taken = _parameters(library, function)
-        if taken is None or op not in records:
-            continue
-        record = records[op]
-        given = [*record.parameters, *(name for name in record.outputs if name not in record.written)]
-        if len(given) != len(taken):
-            raise BuildError(
-                f"{function} takes {len(taken)} arguments ({', '.join(taken)}), and "
-                f"the op {op} gives {len(given)}: {', '.join(given)}. Expected the inputs, the attributes "
-                "and the outputs, in this order"
-            )
-
-
-def _parameters(library: Path, function: str) -> list[str] | None:
-    """Returns the types of a function's parameters; None where its object has no metadata that says them."""
-    command = bare(_ASK, str(library), _METADATA + function)
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    try:
-        schema = json.loads(json.loads(said)["type_schema"])
-        taken = schema["named_args"]["params"] if "named_args" in schema else schema["args"][1:]
-        return [each["type"] for each in taken]
-    except (ValueError, KeyError, TypeError):
-        return None
