@@ -149,40 +149,23 @@ def test_an_error_in_the_source(header: Path, old: str, new: str, message: str) 
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "text", "place", "problem"),
+    ("old", "new", "message"),
     [
-        ("(Tensor x)", "(Tensor x, int[] n=[1, a])", "times(Tensor x, int[] n=[1, a]) -> Tensor", "[1", None),
-        (
-            "(Tensor x)",
-            'x, "\n    "Tensor y)',
-            "timesx, Tensor y) -> Tensor",
-            ", ",
-            "expected name(arguments)",
-        ),
-        ('Tensor")', 'Tensor").shapes("y = x[0] + x")', "x[0] + x", "x[0]", "this is not a shape: "),
-        ('Tensor")', 'Tensor").limits("a > 0")', "a > 0", "a", "or a bound of an int or a float"),
-        ('Tensor")', 'Tensor").choices("z = a | b")', None, None, "a record's entry names no argument"),
-        ('Record("times', 'Record("other', None, None, "static assertion failed: the schema has another"),
+        ("(Tensor x)", "(Tensor x, int[] n=[1, a])", "does not parse: a number is wanted"),
+        ("(Tensor x)", 'x, "\n    "Tensor y)', "does not parse: a token is missing"),
+        ('Tensor")', 'Tensor").limits("a > 0")', "does not parse: a record's limits name no"),
+        ('Record("times', 'Record("other', "static assertion failed: the schema has another name"),
     ],
 )
-def test_the_place_in_a_record(
-    header: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    old: str,
-    new: str,
-    text: str | None,
-    place: str | None,
-    problem: str | None,
+def test_what_is_wrong_in_a_record(
+    header: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, message: str
 ) -> None:
-    """A text of a record is shown with a caret under the place that does not parse."""
     monkeypatch.chdir(header.parent)
     header.write_text(header.read_text().replace(old, new, 1))
     lines = read_by_compiler(f'#include "{header}"\n').stderr.splitlines()
     said = "\n".join(line for line in lines if "<stdin>" not in line)
-    first, *shown = str(build_error("compiling times.h", said, [header])).splitlines()
-    wanted = "static assertion failed" if "other" in new else "the record does not parse"
-    assert first.startswith(f"times.h:13: {wanted}: ") and (problem or "") in first
-    assert shown == ([] if text is None else [f"  {text}", f"  {' ' * text.index(place or '')}^"])
+    said = str(build_error("compiling times.h", said, [header]))
+    assert said.startswith("times.h:13: ") and message in said and "\n" not in said
 
 
 @pytest.mark.parametrize(
@@ -270,7 +253,7 @@ def test_nvcc_and_gcc_say_the_same_of_a_record(header: Path, monkeypatch: pytest
         with pytest.raises(BuildError) as error:
             build(find_project([header]), options=options)
         heads.append(str(error.value))
-    assert heads[0].startswith("times.h:13: the record does not parse: limits: expected `axis of x` or")
+    assert heads[0].startswith("times.h:13: the record does not parse: a record's limits name no attribute")
     assert heads[0] == heads[1]
 
 

@@ -1,13 +1,11 @@
 """What a compiler says, with the user's own file and line first."""
 
-import ast
 import os
 import re
 from collections.abc import Collection
 from pathlib import Path
 
-from ..errors import BuildError, RecordError
-from ..record.schema_text import record_of
+from ..errors import BuildError
 
 # "mish.h:12:5: error: ..." (GCC, Clang) and "mish.h(12): error: ..." (nvcc).
 _PLACE = re.compile(r"^(?P<file>[^\s:(][^:(\n]*)(?::(?P<line>\d+)(?::\d+)?:|\((?P<nv>\d+)\):) *(?P<text>.*)$")
@@ -16,10 +14,6 @@ _ERROR = re.compile(r"^(?:fatal |catastrophic )?error:? *|^error +#?[\w-]+: *")
 _THROWN = re.compile(r"^[ |\d]*.*\bthrow \"(.*)\";", re.MULTILINE)
 _ASSERTED = re.compile(r'^static assertion failed with "(.*)"$')  # nvcc
 _INSTANTIATED = re.compile(r"at line (?P<line>\d+) of (?P<file>.+)$")  # nvcc: where a template is used
-
-_LITERALS = r'((?:"(?:[^"\\\n]|\\.)*"\s*)+)'  # adjacent ones are one text
-_RECORD = re.compile(rf"\bRecord\(\s*{_LITERALS}")
-_RECORD_TEXT = re.compile(rf"\.(shapes|input_shapes|choices|limits|memory)\(\s*{_LITERALS}\)")
 
 _KNOWN = (
     (
@@ -77,7 +71,7 @@ def build_error(step: str, output: str, sources: Collection[Path]) -> BuildError
     if first := _first_error(text, sources):
         file, line, said = first
         if "constant" in said and (thrown := _THROWN.search(text)):  # the checks of records are constexpr
-            said = f"the record does not parse: {_record_mistake(file, line) or thrown[1]}"
+            said = f"the record does not parse: {thrown[1]}"
         headline = f"{_relative(file)}:{line}: {said}"
     return BuildError(headline, text) if headline else BuildError(f"{text}\n\n{step} failed")
 
@@ -118,21 +112,6 @@ def _first_error(text: str, sources: Collection[Path]) -> tuple[str, int, str] |
                 return (*own, said) if own else elsewhere
             elsewhere = *where, said
     return elsewhere
-
-
-def _record_mistake(file: str, line: int) -> str | None:
-    """Returns what Python's parser says of the record that begins at a line; None if it finds no mistake."""
-    try:
-        source = "".join(Path(file).read_text().splitlines(keepends=True)[line - 1 :])
-        schema, *others = _RECORD.finditer(source)
-        rest = source[schema.end() : others[0].start() if others else None]
-        texts = {name: ast.literal_eval(f"({text})") for name, text in _RECORD_TEXT.findall(rest)}
-        record_of(ast.literal_eval(f"({schema[1]})"), "", **texts)
-    except RecordError as error:
-        return str(error)
-    except (OSError, ValueError, SyntaxError):
-        pass  # not written as the expressions above have it
-    return None
 
 
 def _is_own(file: Path, folders: Collection[Path]) -> bool:
