@@ -31,7 +31,7 @@ def note_call(text: str) -> None:
 
 
 def note(**what: Any) -> None:
-    """Keeps what runs now: `test`, `op`, `done`, `failures`. A key that is not given keeps its value."""
+    """Keeps what runs now: `test`, `failures`. A key that is not given keeps its value."""
     text = json.dumps(running() | what).encode()
     if len(text) < _SIZE - _CALL:
         _write(_CALL, text)
@@ -54,36 +54,25 @@ def _read(place: int) -> str:
     return _shared[place : _shared.find(b"\0", place)].decode(errors="replace") if _shared else ""
 
 
-def run(tests: Callable[[list[str]], int]) -> int:
-    """Runs the tests in a child until no kernel ends it.
-
-    `tests` runs those but the tests of some ops and names, and returns the exit code. The tests of an op that
-    ended the child are left out from then on, and so are those that passed or failed.
-    """
+def run(tests: Callable[[], int]) -> int:
+    """Runs the tests, which return the exit code, in a child; where a kernel ends it, the code is 1."""
     global _shared
     _shared = mmap.mmap(-1, _SIZE)
-    left_out: list[str] = []
-    while True:
-        note_call("")
-        _write(_CALL, b"")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()  # before torch is imported, so that neither threads nor a GPU are in use
+    if not child:
+        code = tests()  # an exception goes up to what shows it
         sys.stdout.flush()
         sys.stderr.flush()
-        child = os.fork()  # before torch is imported, so that neither threads nor a GPU are in use
-        if not child:
-            code = tests(left_out)  # an exception goes up to what shows it
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        _, status = os.waitpid(child, 0)
-        if not os.WIFSIGNALED(status):
-            return max(os.waitstatus_to_exitcode(status), int(bool(left_out)))
-        name, last = signal.Signals(os.WTERMSIG(status)).name, running()
-        for failure in last.get("failures", ()):
-            print(f"\n{failure}", file=sys.stderr)
-        call, test = _read(0) or last.get("op") or "the process", last.get("test", "")
-        where = f" in {test}" if test else " before the first test"
-        print(f"\nerror: {call} ended with {name}{where}. {_WHY.get(name, _MEMORY)}", file=sys.stderr)
-        found = last.get("op") or test
-        if not found or found in left_out or name in ("SIGINT", "SIGTERM", "SIGKILL"):
-            return 1
-        left_out += [*last.get("done", ()), found]
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        return os.waitstatus_to_exitcode(status)
+    name, last = signal.Signals(os.WTERMSIG(status)).name, running()
+    for failure in last.get("failures", ()):
+        print(f"\n{failure}", file=sys.stderr)
+    where = f" in {last['test']}" if "test" in last else " before the first test"
+    why = f"{_WHY.get(name, _MEMORY)}. The tests behind it did not run"
+    print(f"\nerror: {_read(0) or 'the process'} ended with {name}{where}. {why}", file=sys.stderr)
+    return 1

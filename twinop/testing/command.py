@@ -53,7 +53,7 @@ def main(context: typer.Context) -> None:
         raise typer.Exit(child.run(partial(_run_here, list(context.args))))
 
 
-def _run_here(arguments: list[str], left_out: list[str]) -> int:
+def _run_here(arguments: list[str]) -> int:
     """Runs the tests of a target; returns pytest's exit code. TwinopError: it is no target."""
     import pytest
 
@@ -68,7 +68,6 @@ def _run_here(arguments: list[str], left_out: list[str]) -> int:
     load(given)  # so that an error is one message
     files = [str(MATRIX), *map(str, tests)]
     own = ["-p", "twinop.testing.plugin", f"{TARGET}={Path(given).resolve()}", "-p", "no:cacheprovider"]
-    own += [f"--twinop-left-out={name}" for name in left_out]
     # A crash is one message of ours; libraries log much at the level DEBUG.
     own += ["-p", "no:faulthandler", "--log-level=WARNING", "-W", "ignore:`torch.jit.script"]  # -W takes text
     shown = ["-q", "--no-header", f"--rootdir={Path.cwd()}"]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from twinop.errors import TwinopError
-from twinop.record.op_spec import OpSpec
 
 from . import child
 from .target import TARGET, load
@@ -28,40 +27,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         TARGET, help="A library, the module of its bodies, or a project: what `twinop test` runs."
     )
-    parser.addoption(
-        "--twinop-left-out", action="append", default=[], help="An op or a test that is not run again."
-    )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = {*config.getoption("--twinop-left-out", [])}
-
-    def is_left_out(item: pytest.Item) -> bool:
-        return bool(left_out & {item.nodeid, _op_of(item)})
-
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
-        items[:] = [item for item in items if not is_left_out(item)]
-
-
-def _op_of(item: pytest.Item) -> str:
-    record = item.callspec.params.get("record") if hasattr(item, "callspec") else None
-    return record.qualified_name if isinstance(record, OpSpec) else ""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     child.note_call("")
-    child.note(test=item.nodeid, op=_op_of(item))
+    child.note(test=item.nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """What is told, and not run again, if a later test ends the process."""
-    before = child.running()
-    if report.when == "teardown":
-        child.note(done=[*before.get("done", []), report.nodeid])
-    elif report.failed:
-        child.note(failures=[*before.get("failures", []), f"{report.nodeid}: {report.longreprtext}"[:2000]])
+    """Keeps the failures, which are told if a later test ends the process."""
+    if report.failed:
+        before = child.running().get("failures", [])
+        child.note(failures=[*before, f"{report.nodeid}: {report.longreprtext}"[:2000]])
 
 
 def pytest_configure(config: pytest.Config) -> None:
