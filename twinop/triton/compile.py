@@ -50,13 +50,6 @@ class Source:
         parts = (self.signature, self.constants, self.attributes, self.options)
         return (id(self.kernel), *(repr(sorted(part.items())) for part in parts))
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The constants that are ints, by the parameter's name."""
-        names = list(self.signature)
-        constants = {names[place[0]]: value for place, value in self.constants.items() if len(place) == 1}
-        return {name: value for name, value in constants.items() if type(value) is int}
-
 
 @dataclass(frozen=True)
 class Compiled:
@@ -240,21 +233,8 @@ def _check_memory(source: Source, arch: int, made: Any) -> None:
     if made.shared > limit * 1024:
         raise BuildError(
             f"{source.label}: it needs {made.shared / 1024:.0f} KiB of shared memory on compute capability "
-            f"{arch}, which has {limit}. {_cure(source)}, or build without {arch}"
+            f"{arch}, which has {limit}. Take smaller blocks or fewer stages, or build without {arch}"
         )
-
-
-def _cure(source: Source) -> str:
-    """Says what makes a kernel take less shared memory, with the numbers that it was compiled with."""
-    blocks = [f"{name}={value}" for name, value in source.sizes.items() if value >= 16]
-    stages = source.options.get("num_stages")
-    fewer = [f"num_stages={stages - 1}"] if isinstance(stages, int) and stages > 1 else ["num_stages=1"]
-    loops = f"tl.range(..., num_stages=1) in its loops, or {fewer[0]} where it is launched"
-    return f"Take {loops}" + (
-        f"; a smaller block ({', '.join(blocks)}), or an assert in the launcher that refuses such sizes"
-        if blocks
-        else ""
-    )
 
 
 def _failure(source: Source, arch: int, error: BaseException) -> BuildError:

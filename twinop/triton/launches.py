@@ -80,12 +80,6 @@ def _compile_variants(
         return made
 
     found = [variants(launch, guards) for launch, guards in launches]
-    # The largest kernel with aligned loads tells, before all others are compiled, that memory is too small.
-    aligned = [of_launch[0].kernel for of_launch in found if len(of_launch) > 1]
-    for largest in sorted(aligned, key=lambda source: max(source.sizes.values(), default=0))[-1:]:
-        for made in compile_sources([largest], ptx=False):
-            if isinstance(made, BuildError):
-                raise made
     add(of_launch[-1].kernel for of_launch in found)
     for (launch, _), of_launch in zip(launches, found, strict=True):
         if isinstance(compiled[of_launch[-1].kernel.key], BuildError):
