@@ -343,28 +343,30 @@ def nudge_weights(model: ir.Model, by: float = LAST_BITS) -> ir.Model:
     return model
 
 
-def lower_masks(model: ir.Model) -> ir.Model:
-    """Lowers numbers of -10000 and less in place, so far that they hide every score."""
+def lower_masks(model: ir.Model) -> bool:
+    """Lowers numbers of -10000 and less in place, so far that they hide every score; returns whether it has
+    some."""
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    is_changed = False
     for value in (value for graph in model.graphs() for value in graph.initializers.values()):
         tensor = value.const_value
         if tensor is not None and tensor.dtype is ir.DataType.FLOAT and tensor.size <= MOST_ELEMENTS:
             array = tensor.numpy()
             if (is_low := array <= -_LARGE).any():
                 value.const_value = ir.tensor(np.where(is_low, np.minimum(array, np.float32(-1e30)), array))
-    return model
+                is_changed = True
+    return is_changed
 
 
 def noise(nudged: Runnable, library: deploy.Libraries, reference: Reference, by: float = LAST_BITS) -> Errors:
     """Returns by how much the original differs from itself where the last bits of its numbers differ, with
-    ONNX Runtime's graph optimisations and without. `nudged` has other weights; inputs change by a factor, 0
-    shows what differs from run to run."""
+    ONNX Runtime's graph optimisations and without. `nudged` has other weights; inputs change by a factor."""
     runs = [[[0.0] * len(each) for each in reference.outputs]]
     for seed, optimize in enumerate((True, False)):  # large inputs saturate a softmax: one nudge shows little
         near = list[Case]()
         for case in reference.cases:
             hides_all = any(each.all() for each in inputs.hidden_tokens(case))
-            size = _BESIDE_10000 if by and hides_all else by
+            size = _BESIDE_10000 if hides_all else by
             near.append({name: _nudged(array, size, seed) for name, array in case.items()})
         with suppress(TwinopError, NotRunnable):
             runs.append(reference.errors(run(nudged, library, near, optimize=optimize).outputs))
@@ -382,14 +384,6 @@ def _nudged(array: np.ndarray, by: float, seed: int) -> np.ndarray:
         return array
     signs = np.random.default_rng(seed).random(array.shape, np.float32) < 0.5
     return np.asarray(array * np.where(signs, np.float32(1 - by), np.float32(1)))  # larger may be infinite
-
-
-def numbers_for_nan(expected: Any, found: Any, accepted: float) -> bool:
-    """Whether an output differs from the original's only where that is NaN, as for a row that is hidden."""
-    if not _is_float(expected) or not _is_float(found) or expected.shape != found.shape:
-        return False
-    is_nan = np.isnan(expected)
-    return bool(is_nan.any() and relative_error(expected[~is_nan], found[~is_nan]) <= accepted)
 
 
 def confirm_shapes(model: ir.Model, reference: Reference) -> None:
