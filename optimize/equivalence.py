@@ -5,18 +5,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from typing import cast as typed
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from twinop import deploy
-from twinop.deploy.ort_runs import Answer, NotRunnable, check_shown, has_wrong_types
+from twinop.deploy.ort_runs import Answer, NotRunnable, check_shown
 from twinop.errors import ExportError, TwinopError, option
 from twinop.model import weights
 from twinop.model.weights import clip
@@ -410,24 +408,3 @@ def confirm_shapes(model: ir.Model, reference: Reference) -> None:
             if sizes != wanted:
                 shape[axis] = f"{value.name}_{axis}" if value in given else None
         value.shape = ir.Shape(shape)
-
-
-def require_types(source: Path, library: deploy.Libraries) -> None:
-    """Loads a file in 16 bits without its weights: its form in fp32, which runs, has other types.
-    ExportError: a declared type is not the one that the nodes compute."""
-    proto = onnx.load(source, load_external_data=False)
-    named = {value.name for value in proto.graph.input}
-    for tensor in proto.graph.initializer:
-        if tensor.name not in named:
-            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            proto.graph.input.append(value)
-    proto.graph.ClearField("initializer")
-    try:
-        run(proto.SerializeToString(), library, optimize=False)
-    except (TwinopError, NotRunnable) as error:
-        if has_wrong_types(error) and "Type Error: " in str(error):
-            reason = str(error).rpartition("Type Error: ")[2]
-            raise ExportError(
-                f"{source}: ONNX Runtime refuses it: {reason} Remove that declaration (value_info), or "
-                "export the model again"
-            ) from error

@@ -25,7 +25,6 @@ from . import (
     branches,
     cached_attention,
     decoders,
-    equivalence,
     invariance,
     passes,
     precision,
@@ -209,8 +208,6 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     decoders.set_sizes(model)
     loaded = model.clone()
     narrow_types = convert_to_fp32(model, main, asked is not None)
-    if narrow_types or is_changed:
-        equivalence.require_types(path, user_ops.libraries or None)
     user_ops.convert_to_fp32(model, report.dtype, report.dtype != dtype_name(main))
     found = {dtype_name(main), *map(dtype_name, (*narrow_types, *interface.values()))}
     return Source(

@@ -411,33 +411,4 @@ def test_a_runtime_that_is_wrong(has_rewrite: bool, tmp_path: Path, monkeypatch:
         monkeypatch.setattr(module, "run", run)
     monkeypatch.setattr(passes, "PASSES", [pass_of("other", wrong)] if has_rewrite else [])
     said = refusal(parsed("(float[N, 4] x) => (float[N, 4] y) { y = Relu (x) }"), tmp_path, device="cpu")
-    assert "the model without any rewrite differs" in said and "another run of the original" in said
-
-
-_PRODUCT = "com.microsoft.MatMulNBits <K=32, N=32, bits=4, block_size=32, accuracy_level=4> (t, b, s)"
-
-
-@pytest.mark.parametrize(
-    ("of", "declared", "nodes"),
-    [
-        ("float", "float16", "t = com.microsoft.QuickGelu (x) y = Relu (t)"),
-        ("float16", "float", "t = com.microsoft.QuickGelu (x) y = Relu (t)"),
-        ("float16", "bfloat16", "t = com.microsoft.QuickGelu (x) y = Relu (t)"),
-        ("float", "uint8", f"t = Relu (x) y = {_PRODUCT}"),  # saved again: its activations become floats
-    ],
-)
-def test_declared_types_that_onnx_runtime_refuses(of: str, declared: str, nodes: str, tmp_path: Path) -> None:
-    """Types behind ops that ONNX does not know: in fp32, where the comparison runs, all of them fit."""
-    text = f"({of}[N, 32] x) => ({of}[N, 32] y) <{declared}[N, 32] t> {{ {nodes} }}"
-    b, s = np.zeros((32, 1, 16), np.uint8), np.ones((32, 1), np.float32)
-    arrays: dict[str, np.ndarray] = {"b": b, "s": s}
-    said = refusal(parsed(text, **(arrays if _PRODUCT in nodes else {})), tmp_path, device="cpu")
-    assert f"Type (tensor({declared})) of output arg (t) of node () does not match" in said
-    assert "Remove that declaration (value_info), or export the model again" in said
-
-
-def test_an_op_that_onnx_runtime_lacks_is_no_wrong_declaration(tmp_path: Path) -> None:
-    text = f"(float[N, 32] x) => (float[N, 32] y) {{ t = com.microsoft.NoSuch (x) y = {_PRODUCT} }}"
-    b, s = np.zeros((32, 1, 16), np.uint8), np.ones((32, 1), np.float32)
-    said = refusal(parsed(text, b=b, s=s), tmp_path, device="cpu")
-    assert "NoSuch(-1) is not a registered function/op" in said and "value_info" not in said
+    assert "the model without any rewrite differs" in said and "it may be rounding, or ONNX Runtime" in said
