@@ -9,8 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from twinop.deploy import wire
-from twinop.deploy.custom_nodes import custom_nodes, load_model
-from twinop.deploy.tensor_specs import WITHOUT_MAPS
+from twinop.deploy.custom_nodes import load_model
 from twinop.errors import ExportError, TwinopError
 from twinop.model import weights
 from twinop.model.calls import name_standard_domain
@@ -19,7 +18,6 @@ from twinop.system.quiet import quiet
 
 from . import graph as g
 
-_SPARSE = (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS)
 FILES = "files of external data"
 _BODIES_IR_VERSION = 8  # the first with function bodies
 
@@ -34,12 +32,10 @@ def load(path: Path) -> ir.Model:
         for graph in [model.graph, *(function.graph for function in model.functions.values())]:
             graph.sort()  # ONNX Runtime takes nodes in any order, and its converter to float16 writes them so
     except Exception as error:
-        if unread := _unread_part(path):
-            raise ExportError(f"{path}: {unread}") from error
         cause: BaseException = error
         while cause.__cause__ is not None:  # onnx_ir names each message that it was reading
             cause = cause.__cause__
-        reason = (str(cause).splitlines() or [type(cause).__name__])[0][:200]
+        reason = (str(cause).splitlines() or [type(cause).__name__])[0][:200].partition(". Please")[0]
         raise ExportError(
             f"{path}: onnx_ir cannot read it: {reason}. Check it with onnx.checker.check_model, or export "
             "the model again"
@@ -76,24 +72,6 @@ def read_proto(path: Path) -> onnx.ModelProto:
         return load_model(path).proto
     except (TwinopError, OSError) as error:
         raise ExportError(str(error)) from error
-
-
-def _unread_part(path: Path) -> str:
-    """Returns which part of a model onnx_ir lacks: maps, sequences of them (classifiers of scikit-learn) and
-    sparse tensors in attributes; or ""."""
-    proto = load_model(path).proto
-    for each in custom_nodes(proto, lambda node: True):
-        if sparse := [one.name for one in each.proto.attribute if one.type in _SPARSE]:
-            what = f"attribute {sparse[0]} of {each.label} is a sparse tensor"
-            return f"{what}, which twinop does not read. Make it dense"
-    graph = proto.graph
-    kinds = [("input", value) for value in graph.input] + [("output", value) for value in graph.output]
-    for what, value in [*kinds, *(("value", each) for each in graph.value_info)]:
-        if value.type.HasField("map_type"):
-            return f"{what} {value.name} is a map, which twinop does not read. {WITHOUT_MAPS}"
-        if value.type.sequence_type.elem_type.HasField("map_type"):
-            return f"{what} {value.name} is a sequence of maps, which twinop does not read. {WITHOUT_MAPS}"
-    return ""
 
 
 def _check_initializers(path: Path, proto: onnx.ModelProto) -> None:
