@@ -26,12 +26,12 @@ from twinop.deploy.ort_runs import check_shown
 from twinop.errors import ExportError, LibraryError, TwinopError, in_command, option
 from twinop.libraries.find import package_key, package_of
 from twinop.libraries.library import read_library
-from twinop.model.attach import MOST_INLINED, attach_to_calls, inlined_nodes
+from twinop.model.attach import attach_to_calls
 from twinop.model.calls import Call, find_calls
 from twinop.model.files import EXTERNAL_DATA_BYTES, save, work_folder
 from twinop.optimize import chosen_device
 from twinop.optimize import optimize as optimize_file
-from twinop.record.dtypes import FLOATING, to_array
+from twinop.record.dtypes import to_array
 from twinop.record.op_spec import DOMAIN, OpSpec
 from twinop.system.progress import Progress, silent
 from twinop.system.publish import publish
@@ -152,19 +152,6 @@ def _run_passes(
     calls = find_calls(model, records)
     if report.bodies:
         attach_to_calls(model, calls, allow_missing=True)
-        if (count := inlined_nodes(model)) > MOST_INLINED:
-            report.notes.append(
-                f"without the library its function bodies are {count:,} nodes: ONNX Runtime 1.31 and later "
-                f"refuse more than {MOST_INLINED:,}, unless the session option "
-                "session.function_expansion_node_limit allows more"
-            )
-        for record, found in calls.items():
-            dtypes = {dtype for call in found for dtype in call.dtypes.values()}.intersection(FLOATING)
-            if "float64" in dtypes and len(dtypes) > 1:
-                report.notes.append(
-                    f"{record.onnx_name} is called with {', '.join(sorted(dtypes))}: they share a body, "
-                    "so without the library all of these calls compute in float64"
-                )
     ShapeInferencePass(check_type=True, strict_mode=False)(model)
     model.metadata_props["twinop.version"] = twinop.__version__
     model.metadata_props.update({record.metadata_key: record.schema_hash for record in calls})

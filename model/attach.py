@@ -1,7 +1,6 @@
 """Puts function bodies into a model that has twinop's nodes."""
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -19,10 +18,6 @@ from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 
 OPSETS = range(20, 26)
 """Standard opsets that models may have: string comparison needs 20, onnxscript converts models up to 25."""
-
-MOST_INLINED = 1_000_000
-"""The nodes that ONNX Runtime 1.31 and later make of functions, unless session.function_expansion_node_limit
-says otherwise."""
 
 AnyModel = TypeVar("AnyModel", ir.Model, onnx.ModelProto)
 
@@ -59,17 +54,6 @@ def attach_bodies(
         InlinePass(lambda function: function.domain not in ours)(model)
     attach_to_calls(model, find_calls(model, records), allow_missing=allow_missing)
     return model
-
-
-def inlined_nodes(model: ir.Model) -> int:
-    """Returns how many nodes ONNX Runtime makes of a model's functions; it counts those of subgraphs, too."""
-
-    @cache
-    def of(name: ir.OperatorIdentifier) -> int:
-        nodes = model.functions[name].all_nodes() if name in model.functions else ()
-        return sum(1 + of(node.op_identifier()) for node in nodes)
-
-    return sum(of(node.op_identifier()) for node in model.graph.all_nodes())
 
 
 def attach_to_calls(

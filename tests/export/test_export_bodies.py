@@ -1,23 +1,18 @@
 """Tests that function bodies compute what the kernels compute, with each node's own attributes."""
 
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from export_models import model_of
 from onnx import helper
 from samples import RECORDS, values
 
-from twinop import torch_op
 from twinop.errors import ExportError
-from twinop.export import DefaultInput, attach_bodies, body, export
-from twinop.model.attach import inlined_nodes
+from twinop.export import DefaultInput, attach_bodies, body
 from twinop.model.bodies import Body
 from twinop.model.calls import find_calls
 from twinop.model.schema import registered_schemas
@@ -181,45 +176,6 @@ def test_models_share_no_function() -> None:
     function.outputs.pop()
     [again] = attach_bodies(ir.from_proto(model_of(texts[:1], "float[2] x"))).functions.values()
     assert len(again.outputs) == 1
-
-
-def nested(count: int) -> onnx.ModelProto:
-    """A model whose functions become 8 nodes a pair of calls: Relu, If with three nodes, a call with two."""
-    names = [*(f"v{index}" for index in range(2 * count)), "y"]
-    calls = " ".join(f"{b} = d.F({a}, c)" for a, b in zip(["x", *names], names, strict=False))
-    return onnx.parser.parse_model(
-        f"""<ir_version: 10, opset_import: ["" : 20, "d" : 1]>
-            net (float[4] x, bool c) => (float[4] y) {{ {calls} }}
-            <domain: "d", opset_import: ["" : 20, "d" : 1]> F (x, c) => (y) {{ y = If (c) <
-            then_branch = t () => (r) {{ q = Relu (x) r = d.G (q) }},
-            else_branch = e () => (s) {{ s = Relu (x) }} > }} <domain: "d", opset_import: ["" : 20]>
-            G (x) => (y) {{ a = Relu (x) y = Relu (a) }}"""
-    )
-
-
-def test_nodes_of_functions_are_counted_as_onnx_runtime_does() -> None:
-    proto = nested(2)
-    count = inlined_nodes(ir.from_proto(proto))
-    for limit, fits in ((count, True), (count - 1, False)):
-        options = onnxruntime.SessionOptions()
-        options.add_session_config_entry("session.function_expansion_node_limit", str(limit))
-        with nullcontext() if fits else pytest.raises(Exception, match="cumulative node expansion limit"):
-            onnxruntime.InferenceSession(proto.SerializeToString(), options)
-
-
-def test_too_many_nodes_of_bodies_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Twice(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch_op.silu(torch_op.silu(x))
-
-    model = Twice()
-    path, x = tmp_path / "net.onnx", torch.randn(4)
-    report = export(model, x, path, exporter="torchscript", verify=False, optimize=False)
-    count = inlined_nodes(ir.load(path))
-    assert count > 2 and not report.notes
-    monkeypatch.setattr("twinop.export.exporter.MOST_INLINED", count - 1)
-    [note] = export(model, x, path, exporter="torchscript", verify=False, optimize=False).notes
-    assert f"are {count:,} nodes" in note and "session.function_expansion_node_limit" in note
 
 
 # --------------------------------------------------------------------------------- what is refused
