@@ -1,17 +1,18 @@
 // Mathematical functions of the compute types: float, double, and on CUDA ApproxFloat, a float
 // whose value will be rounded to 16 bits (math/approx.h).
 //
-// Exp, Log, Pow, Tanh, Sigmoid, Softplus, Sqrt, Rsqrt, Fma: the formulas have no branches, so that
-// the compiler vectorises loops over them, and are the same on both devices.
+// Exp, Log, Tanh, Sigmoid, Softplus, Sqrt, Rsqrt, Fma: the formulas have no branches, so that the
+// compiler vectorises loops over them, and are the same on both devices. So has Pow on CUDA.
 // tests/kernels/test_math_ulp.py bounds their errors in units of the last place. Special values
 // (NaN, infinities, -0, subnormals, overflow) give what C's functions give.
 //
 // Abs, Floor, Ceil, Trunc, Rint, Copysign, Min, Max, Fmod: exact, so the same everywhere.
 //
 // Sin, Cos, Tan, Asin, Acos, Atan, Atan2, Sinh, Cosh, Asinh, Acosh, Atanh, Erf, Erfc, Exp2, Expm1,
-// Log2, Log10, Log1p, Cbrt, Hypot: the functions of the device's C library, which do not vectorise.
-// The bits are the same on every CPU for float and 16-bit types, but not those of CUDA; for double,
-// on CPUs with the same C library. tests/kernels/test_math_functions.py bounds their errors.
+// Log2, Log10, Log1p, Cbrt, Hypot, and on the CPU Pow: the functions of the device's C library,
+// which do not vectorise. The bits are the same on every CPU for float and 16-bit types, but not
+// those of CUDA; for double, on CPUs with the same C library. tests/kernels/test_math_functions.py
+// bounds their errors.
 #pragma once
 
 #include <cmath>
@@ -263,6 +264,9 @@ TWINOP_FUNCTION(Log10, log10, Library)
 TWINOP_FUNCTION(Log1p, log1p, Library)
 TWINOP_FUNCTION(Cbrt, cbrt, Library)
 TWINOP_FUNCTION(Hypot, hypot, Library)
+#if !defined(__CUDACC__)
+TWINOP_FUNCTION(Pow, pow, Library)
+#endif
 #undef TWINOP_FUNCTION
 
 }  // namespace twinop

@@ -30,7 +30,7 @@ inline constexpr elementwise::FunctorTuning elementwise::kTuning<Power<T>>{
     sizeof(T) == 8                ? 0
     : std::is_floating_point_v<T> ? 32
                                   : 40,
-    false, sizeof(T) == 8};
+    false, true};
 #if defined(__CUDACC__)
 template <class T>
 struct elementwise::FastPath<Power<T>> {
