@@ -47,16 +47,7 @@ class RecordError(TwinopError):
 
 
 class RecordSyntaxError(RecordError):
-    """A text of a record does not parse. The message shows the text with a caret under the place."""
-
-    def __init__(self, what: str, text: str, position: int, problem: str):
-        before, after = text[:position], text[position:]
-        line = before.rpartition("\n")[2] + after.partition("\n")[0]
-        caret = " " * len(before.rpartition("\n")[2]) + "^"
-        super().__init__(f"{what}: {problem}\n  {line}\n  {caret}")
-
-    def __reduce__(self) -> tuple[type[RecordError], tuple[object, ...]]:  # for another process
-        return RecordError, self.args
+    """A text of a record does not parse."""
 
 
 class LibraryError(TwinopError):

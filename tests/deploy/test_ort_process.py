@@ -58,7 +58,7 @@ def warning() -> Iterator[int]:
 
 def refusing() -> Iterator[int]:
     yield 1
-    raise RecordSyntaxError("schema", "a b", 1, "no")
+    raise RecordSyntaxError("no")
 
 
 def crashing_in_an_answer(length: int) -> Iterator[bytes]:
@@ -178,7 +178,7 @@ def test_a_crash_in_the_middle_of_an_answer(length: int, server: ort_process.Ser
 def test_warnings_and_errors_come_back(server: ort_process.Server) -> None:
     with pytest.warns(TwinopWarning, match="told"):
         server.run(warning)
-    with pytest.raises(TwinopError, match="schema: no"):
+    with pytest.raises(TwinopError, match="no"):
         server.run(refusing)
 
 

@@ -219,60 +219,53 @@ def _named(parameters: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("schema", "place", "said"),
+    ("schema", "said"),
     [
-        ("act", "", "expected name(arguments) -> results"),
-        ("act(Tensor x) > Tensor", "> T", "expected name(arguments) -> results"),
-        ("act(x) -> Tensor", "x", "'x' is not an argument; expected one of Tensor"),
-        ("act(Tensor x, flot a=1) -> Tensor", "flot", "'flot a=1' is not an argument"),
-        ("act(float a) -> Tensor", "float", "an op needs at least one Tensor"),
-        ("act(float a, Tensor x) -> Tensor", "Tensor x", "tensors come before attributes"),
-        ("act(Tensor x, int n=1.5) -> Tensor", "1.5", "its default is not of type int"),
-        ("act(Tensor x=None) -> Tensor", "Tensor x", "only a Tensor? has a default"),
-        ("act(Tensor x) -> int", "int", "it returns Tensor"),
-        ("act(Tensor x) -> (Tensor y, int n)", "int", "it returns Tensor"),
-        ("act(Tensor x) -> (Tensor, Tensor)", "Tensor, ", "several results have names"),
-        ("act(Tensor x, float x=1) -> Tensor", "x=1", "x names two things"),
-        (f"act(Tensor {'x' * 48}) -> Tensor", "xx", "has more than 47 characters"),
-        (
-            f"act({', '.join(f'Tensor x{i}' for i in range(17))}) -> Tensor",
-            "Tensor x16",
-            "it has 17 arguments",
-        ),
-        ("act(Tensor x,\n    flot a) -> Tensor", "flot", "'flot a' is not an argument"),
+        ("act", "expected name(arguments) -> results"),
+        ("act(Tensor x) > Tensor", "expected name(arguments) -> results"),
+        ("act(x) -> Tensor", "'x' is not an argument; expected one of Tensor"),
+        ("act(Tensor x, flot a=1) -> Tensor", "'flot a=1' is not an argument"),
+        ("act(float a) -> Tensor", "an op needs at least one Tensor"),
+        ("act(float a, Tensor x) -> Tensor", "tensors come before attributes"),
+        ("act(Tensor x, int n=1.5) -> Tensor", "its default is not of type int"),
+        ("act(Tensor x=None) -> Tensor", "only a Tensor? has a default"),
+        ("act(Tensor x) -> int", "it returns Tensor"),
+        ("act(Tensor x) -> (Tensor y, int n)", "it returns Tensor"),
+        ("act(Tensor x) -> (Tensor, Tensor)", "several results have names"),
+        ("act(Tensor x, float x=1) -> Tensor", "x names two things"),
+        (f"act(Tensor {'x' * 48}) -> Tensor", "has more than 47 characters"),
+        (f"act({', '.join(f'Tensor x{i}' for i in range(17))}) -> Tensor", "it has 17 arguments"),
+        ("act(Tensor x,\n    flot a) -> Tensor", "'flot a' is not an argument"),
     ],
 )
-def test_schemas_that_do_not_parse(schema: str, place: str, said: str) -> None:
-    """The message has the line of the schema, and a caret under the place."""
+def test_schemas_that_do_not_parse(schema: str, said: str) -> None:
+    """The message has the schema, on one line."""
     with pytest.raises(RecordError) as raised:
         record_of(schema, "mistakes")
-    first, line, caret = str(raised.value).splitlines()
-    assert first.startswith("op schema: ") and said in first
-    assert line.strip() in schema and line[caret.index("^") :].startswith(place)
-    assert caret.strip() == "^"
+    message = str(raised.value)
+    assert message.startswith("op schema: ") and said in message and "\n" not in message
+    assert message.endswith(f", in `{' '.join(schema.split())}`")
 
 
 @pytest.mark.parametrize(
-    ("texts", "line", "place", "said"),
+    ("texts", "said"),
     [
-        ({"shapes": "y = x[0"}, "x[0", "[0", "shape: '[' was never closed"),
-        ({"shapes": "y = x + [k]"}, "x + [k]", "k]", "k is not an input or an attribute"),
-        ({"shapes": "y = x[:-1] + [é]"}, "x[:-1] + [é]", "é", "not in the language of shapes"),
-        ({"input_shapes": "x = x; w"}, "x = x; w", "w", "expected entries `name = value`"),
-        ({"choices": "mode = a | b; mode = c"}, "mode = a | b; mode = c", "mode = c", "each name once"),
-        ({"limits": "n > 0; n = 3"}, "n > 0; n = 3", " n = 3", "expected `axis of x`"),
-        ({"limits": "n > 0.5"}, "n > 0.5", "n > 0.5", "or a bound of an int or a float"),
-        ({"limits": "mode in 0 | 1"}, "mode in 0 | 1", "mode in", "`n in 0 | 1` for an int"),
-        ({"limits": "n > 0; eps > 0"}, "n > 0; eps > 0", " eps > 0", "or a bound of an int or a float"),
-        ({"limits": "n of w"}, "n of w", "n of w", "expected `axis of x`"),
+        ({"shapes": "y = x[0"}, "shape `x[0`: '[' was never closed"),
+        ({"shapes": "y = x + [k]"}, "shape `x + [k]`: k is not an input or an attribute"),
+        ({"shapes": "y = x[:-1] + [é]"}, "shape `x[:-1] + [é]`: `é` is not in the language of shapes"),
+        ({"input_shapes": "x = x; w"}, "record: `w`; expected entries `name = value`"),
+        ({"choices": "mode = a | b; mode = c"}, "record: `mode = c`; expected entries `name = value`"),
+        ({"limits": "n > 0; n = 3"}, "limits: `n = 3`: expected `axis of x`"),
+        ({"limits": "n > 0.5"}, "limits: `n > 0.5`: expected"),
+        ({"limits": "mode in 0 | 1"}, "`mode in 0 | 1`: expected `axis of x` or `n in 0 | 1` for an int"),
+        ({"limits": "n > 0; eps > 0"}, "`eps > 0`: expected"),
+        ({"limits": "n of w"}, "`n of w`: expected `axis of x`"),
     ],
 )
-def test_texts_that_do_not_parse(texts: dict[str, str], line: str, place: str, said: str) -> None:
+def test_texts_that_do_not_parse(texts: dict[str, str], said: str) -> None:
     with pytest.raises(RecordError) as raised:
         record_of("act(Tensor x, str mode='a', int n=1) -> Tensor", "mistakes", **texts)
-    first, shown, caret = str(raised.value).splitlines()
-    assert said in first and shown == f"  {line}"
-    assert shown[caret.index("^") :].startswith(place)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_what_a_call_gets_wrong() -> None:

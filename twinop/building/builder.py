@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..errors import BuildError, LibraryError, RecordError
+from ..errors import BuildError, LibraryError
 from ..libraries.built import mark, note_of
 from ..libraries.library import Library, checksum, find_library, read_library
 from ..record.names import check_op_name
@@ -78,10 +78,7 @@ def build(
                 raise BuildError(
                     f"ops {record.name} and {other} are both {record.onnx_name} in ONNX. Rename one of them"
                 )
-            try:
-                check_record(record, ops)
-            except RecordError as error:  # a caret below a formula is more than one line
-                raise BuildError(str(error).partition("\n")[0]) from error
+            check_record(record, ops)
         if output is None:
             output = cache_folder() / "libraries" / checksum(library) / file
         write(output, library.read_bytes())

@@ -5,7 +5,7 @@ import builtins
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import RecordError, RecordSyntaxError
+from ..errors import RecordError
 from .call_checks import check_attributes
 from .names import refuse_keyword
 from .op_spec import OpSpec
@@ -59,10 +59,7 @@ def check_formulas(record: OpSpec, ops: Iterable[str], torch: Any = None) -> Non
         try:
             tree = ast.parse(gradient.text, mode="eval")
         except SyntaxError as error:
-            place = (error.offset or 1) - 1
-            raise RecordSyntaxError(
-                f"{where} is not a Python expression", gradient.text, place, error.msg
-            ) from error
+            raise RecordError(f"{where} is not a Python expression: {error.msg}") from error
         if wrong := [name for name in gradient.inputs if name not in inputs]:
             raise RecordError(
                 f"{where} is of {', '.join(wrong)}, expected inputs of the op: {', '.join(inputs)}"

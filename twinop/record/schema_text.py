@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,8 +16,6 @@ _ARGUMENT = re.compile(
     r"\s*\b([A-Za-z_]\w*)\s*(?:=\s*(.+))?"
 )
 _SCHEMA = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*->\s*(.+?)\s*", re.DOTALL)
-_BEGIN = re.compile(r"\s*(?:[A-Za-z_]\w*\s*(?:\((?:.*\)\s*(?:->\s*)?)?)?)?", re.DOTALL)
-"""As much of a schema as there is."""
 _LITERALS = {"int": int, "bool": bool, "str": str, "float": (int, float), "int[]": list}
 _LIMIT = re.compile(
     r"\s*(?P<name>[A-Za-z_]\w*)\s*(?P<word>\bof\b|\bin\b|[<>]=?)\s*(?P<value>[^<>=\s](?:[^<>=]*[^<>=\s])?)\s*"
@@ -37,47 +35,38 @@ def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
     """
     found = _SCHEMA.fullmatch(schema)
     if found is None:
-        begin = _BEGIN.match(schema)
-        assert begin is not None
-        raise _error(
-            schema, begin.end(), "expected name(arguments) -> results, as in mish(Tensor x) -> Tensor"
-        )
+        raise _error(schema, "expected name(arguments) -> results, as in mish(Tensor x) -> Tensor")
     name, arguments, results = found.groups()
     inputs: list[Input] = []
     attributes: list[Attribute] = []
-    places: dict[str, list[int]] = {"arguments": [], "outputs": [], "written": []}
-    for place, text in _arguments(arguments, found.start(2)):
-        places["arguments"].append(place)
-        kind, argument, default = _parse_argument(schema, place, text)
+    written = list[str]()
+    for text in _arguments(arguments):
+        kind, argument, default = _parse_argument(schema, text)
         if kind.startswith("Tensor"):
             if attributes:
-                raise _error(schema, place, "tensors come before attributes")
-            written = kind.endswith("!)")
-            if written and kind in schema[:place]:
-                raise _error(schema, place, "each Tensor(a!) has a letter of its own")
-            inputs.append(Input(argument, kind == "Tensor?", written))
-            places["written"] += [place] * written
+                raise _error(schema, "tensors come before attributes")
+            inputs.append(Input(argument, kind == "Tensor?", kind.endswith("!)")))
+            written += [kind] * inputs[-1].written
         else:
             attributes.append(Attribute(argument, kind, default))
-    outputs, places["outputs"] = _outputs(schema, results, found.start(3))
-    outputs += tuple(f"{entry.name}_out" for entry in inputs if entry.written)
-    places["outputs"] += places["written"]
+    if len({*written}) < len(written):
+        raise _error(schema, "each Tensor(a!) has a letter of its own")
+    outputs = _outputs(schema, results) + tuple(f"{entry.name}_out" for entry in inputs if entry.written)
     if not outputs:
-        raise _error(schema, found.start(3), "an op that returns nothing writes an input: Tensor(a!) cache")
+        raise _error(schema, "an op that returns nothing writes an input: Tensor(a!) cache")
     if not inputs:
-        raise _error(schema, found.start(2), "an op needs at least one Tensor")
-    for what, most in _MOST.items():
-        if (count := len(places[what])) > most:
-            raise _error(schema, places[what][most], f"it has {count} {what}; an op has at most {most}")
+        raise _error(schema, "an op needs at least one Tensor")
+    for what, count in (("arguments", len(inputs) + len(attributes)), ("outputs", len(outputs))):
+        if count > _MOST[what]:
+            raise _error(schema, f"it has {count} {what}; an op has at most {_MOST[what]}")
     names = [entry.name for entry in inputs] + [entry.name for entry in attributes]
     if outputs[0] == "y" and "y" in names and results == "Tensor":  # the output has no name of the user's
         schema, outputs = f"{schema.rstrip()} out", ("out", *outputs[1:])
     names += outputs
     if repeated := next((each for each in names if names.count(each) > 1), None):
-        raise _error(schema, _words(schema, repeated)[-1], f"{repeated} names two things")
+        raise _error(schema, f"{repeated} names two things")
     if longest := next((each for each in (name, *names) if len(each) > _LONGEST), None):
-        place = (_words(schema, longest) or _words(schema, longest.removesuffix("_out")))[0]
-        raise _error(schema, place, f"the name {longest} has more than {_LONGEST} characters")
+        raise _error(schema, f"the name {longest} has more than {_LONGEST} characters")
     writes = {f"{entry.name}_out": entry.name for entry in inputs if entry.written}
     dtypes = texts.get("dtypes", "float32; float16; bfloat16; float64")
     memory = entries(texts.get("memory", ""))
@@ -145,14 +134,12 @@ def entries(text: str) -> dict[str, str]:
     """Parses `"y = x; s = x[:-1]"` into a dict, which is kept; values may have "=" and, in quotes, ";"."""
     result: dict[str, str] = {}
     *parts, last = _parts(text)
-    begin = 0
     for part in [*parts, last] if last.strip() else parts:
         name, _, value = map(str.strip, part.partition("="))
         if not name.isidentifier() or not value or name in result:
-            begin += len(part) - len(part.lstrip())
-            raise RecordSyntaxError("record", text, begin, "expected entries `name = value`, each name once")
+            problem = f"`{part.strip()}`; expected entries `name = value`, each name once"
+            raise RecordSyntaxError(f"record: {problem}")
         result[name] = value
-        begin += len(part) + 1
     return result
 
 
@@ -187,7 +174,7 @@ def _bounds(text: str, taken: Collection[str]) -> dict[str, str]:
         else:
             found[name] = bound
             continue
-        raise RecordSyntaxError("sizes", text, part.start(), problem)
+        raise RecordSyntaxError(f"sizes: `{part[0].strip()}`: {problem}")
     return found
 
 
@@ -211,7 +198,7 @@ def _limits(choices: str, limits: str, kinds: Mapping[str, str]) -> tuple[tuple[
                 "expected `axis of x` or `n in 0 | 1` for an int, or a bound of an int or a float: "
                 "`eps > 0`, `p <= 0.5`"
             )
-            raise RecordSyntaxError("limits", limits, part.start(), problem)
+            raise RecordSyntaxError(f"limits: `{part[0].strip()}`: {problem}")
     return tuple(found)
 
 
@@ -225,8 +212,7 @@ def parse_shape(text: str, names: Collection[str], where: str = "shape") -> Expr
             case ast.Name(id=name) if name in names:
                 return name
             case ast.Name(id=name) if name.isascii():
-                problem = f"{name} is not an input or an attribute"
-                raise RecordSyntaxError(where, text, node.col_offset, problem)
+                raise RecordSyntaxError(f"{where} `{text}`: {name} is not an input or an attribute")
             case ast.List(elts=sizes):
                 return ["list", *map(tree, sizes)]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -242,12 +228,13 @@ def parse_shape(text: str, names: Collection[str], where: str = "shape") -> Expr
                 return [name, *map(tree, args)]
             case ast.IfExp(test=ast.Compare(ast.Name() as name, [ast.Eq()], [ast.Constant(str(of))])):
                 return ["if", tree(name), of, tree(node.body), tree(node.orelse)]
-        raise RecordSyntaxError(where, text, node.col_offset, "this is not in the language of shapes")
+        part = ast.get_source_segment(text, node) or text
+        raise RecordSyntaxError(f"{where} `{text}`: `{part}` is not in the language of shapes")
 
     try:
         return Expression(text, tree(ast.parse(text, mode="eval").body))
     except SyntaxError as error:
-        raise RecordSyntaxError(where, text, (error.offset or 1) - 1, error.msg) from error
+        raise RecordSyntaxError(f"{where} `{text}`: {error.msg}") from error
 
 
 def _check_shapes(record: OpSpec) -> None:
@@ -265,23 +252,16 @@ def _check_shapes(record: OpSpec) -> None:
             pass  # it parses; the sizes above do not fit it
 
 
-def _words(schema: str, name: str) -> list[int]:
-    """Returns where a name stands."""
-    return [found.start() for found in re.finditer(rf"\b{name}\b", schema)]
+def _arguments(text: str) -> list[str]:
+    """Splits at the commas outside brackets and quotes."""
+    return [each.strip() for each in re.findall(r"""\s*((?:\[[^]]*\]|"[^"]*"|'[^']*'|[^,])+)""", text)]
 
 
-def _arguments(text: str, begin: int) -> Iterator[tuple[int, str]]:
-    """Splits at the commas outside brackets and quotes. Yields the place and the text of each argument."""
-    for found in re.finditer(r"""\s*((?:\[[^]]*\]|"[^"]*"|'[^']*'|[^,])+)""", text):
-        yield begin + found.start(1), found[1].strip()
-
-
-def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, Any]:
+def _parse_argument(schema: str, text: str) -> tuple[str, str, Any]:
     found = _ARGUMENT.fullmatch(text)
     if found is None:
         raise _error(
             schema,
-            place,
             f"{text!r} is not an argument; expected one of Tensor, Tensor?, Tensor(a!), int, "
             "float, bool, str, int[], then a name, and a default: float eps=1e-6",
         )
@@ -289,7 +269,7 @@ def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, Any]:
     kind = kind.replace(" ", "")
     if kind.startswith("Tensor"):
         if default not in (None, "None") or (default is not None and kind != "Tensor?"):
-            raise _error(schema, place, f"{text!r}: only a Tensor? has a default, None")
+            raise _error(schema, f"{text!r}: only a Tensor? has a default, None")
     elif default is not None:
         try:
             value = ast.literal_eval(default)
@@ -297,33 +277,27 @@ def _parse_argument(schema: str, place: int, text: str) -> tuple[str, str, Any]:
             value = None
         is_bool_elsewhere = isinstance(value, bool) and kind != "bool"
         if not isinstance(value, _LITERALS[kind]) or is_bool_elsewhere:  # type: ignore[arg-type]
-            raise _error(schema, place + found.start(3), f"{text!r}: its default is not of type {kind}")
+            raise _error(schema, f"{text!r}: its default is not of type {kind}")
         return kind, name, float(value) if kind == "float" else value
     return kind, name, None
 
 
-def _outputs(schema: str, results: str, begin: int) -> tuple[tuple[str, ...], list[int]]:
-    """Returns the names of the outputs, and where they stand."""
+def _outputs(schema: str, results: str) -> tuple[str, ...]:
+    """Returns the names of the outputs."""
     if re.fullmatch(r"\(\s*\)", results):
-        return (), []
-    if alias := re.search(r"Tensor\(", results):
-        problem = "it does not return its Tensor(a!), which is the output <input>_out by itself"
-        raise _error(schema, begin + alias.start(), problem)
-    several = results.startswith("(") and results.endswith(")")
-    inside = results.strip("()")
-    begin += results.index(inside)
-    names, places = [], []
-    for text in inside.split(","):
-        place, part = begin + len(text) - len(text.lstrip()), text.split()
+        return ()
+    if "Tensor(" in results:
+        raise _error(schema, "it does not return its Tensor(a!), which is the output <input>_out by itself")
+    several, names = results.startswith("(") and results.endswith(")") and "," in results, list[str]()
+    for text in results.strip("()").split(","):
+        part = text.split()
         if not part or part[0] != "Tensor" or len(part) > 2:
-            raise _error(schema, place, "it returns Tensor, or several with names: (Tensor y, Tensor mean)")
-        if several and "," in inside and len(part) == 1:
-            raise _error(schema, place, "several results have names: (Tensor y, Tensor mean)")
+            raise _error(schema, "it returns Tensor, or several with names: (Tensor y, Tensor mean)")
+        if several and len(part) == 1:
+            raise _error(schema, "several results have names: (Tensor y, Tensor mean)")
         names.append(part[1] if len(part) == 2 else "y")
-        places.append(place)
-        begin += len(text) + 1
-    return tuple(names), places
+    return tuple(names)
 
 
-def _error(schema: str, place: int, problem: str) -> RecordSyntaxError:
-    return RecordSyntaxError("op schema", schema, place, problem)
+def _error(schema: str, problem: str) -> RecordSyntaxError:
+    return RecordSyntaxError(f"op schema: {problem}, in `{' '.join(schema.split())}`")

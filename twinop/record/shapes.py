@@ -81,8 +81,7 @@ def evaluate(
             raise ValueError("a tensor would have too many elements")
         return tuple(int(size) if isinstance(size, bool) else size for size in shape)
     except TypeError as error:
-        where, problem = f"op {record.name}, shape", f"this is not a shape: {error}"
-        raise RecordSyntaxError(where, text, 0, problem) from error
+        raise RecordSyntaxError(f"op {record.name}, shape `{text}`: this is not a shape: {error}") from error
     except KeyError as error:
         raise RecordError(f"op {record.name}: the shape of {error.args[0]} is not known") from error
     except (IndexError, ValueError, ZeroDivisionError) as error:
