@@ -172,6 +172,8 @@ Status Launcher(const CallOf<Op>& call) {
   if constexpr (kArity<F> > 0) {
     static_assert(kArity<F> == static_cast<int>(kRecord.input_count),
                   "the functor takes another number of values than the op's schema has tensors");
+    static_assert(!kRecord.HasOptionalInput(),
+                  "an elementwise functor reads a value of each tensor, so none is a Tensor?");
     static_assert(kResults<F> == static_cast<int>(kRecord.output_count),
                   "the functor returns another number of values than the op's schema has outputs "
                   "(elementwise::Results<T, 2> returns two)");

@@ -62,6 +62,7 @@ MISTAKES = [
     (ELEMENTWISE, [("AttributeOf<float>", "AttributeOf<bool>")], "declares this attribute with another kind"),
     (ELEMENTWISE, [("AttributeOf<float>", "AttributeOf<double>")], "an attribute is a std::int64_t (int)"),
     (ELEMENTWISE, [("Tensor x, float", "Tensor x, Tensor z, float")], "takes another number of values than"),
+    (ELEMENTWISE, [("Tensor x, float", "Tensor? x=None, float")], "so none is a Tensor?"),
     (ELEMENTWISE, [("-> Tensor", "-> (Tensor y, Tensor z)")], "returns another number of values than"),
     (ELEMENTWISE, [("T operator()(T x) const", "T apply(T x) const")], "`T operator()(T, ...) const`"),
     (ELEMENTWISE, [("ELEMENTWISE(leaky_relu", "ELEMENTWISE(leaky")], "the schema has another name than the"),
