@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from twinop.errors import RecordError
+from twinop.record.dtypes import torch_name
 from twinop.record.op_spec import OpSpec
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -59,18 +60,22 @@ def numbers_as_tensors(
 ) -> Sequence[Any]:
     """Returns all arguments, with each Python number replaced by a 0-d tensor; RecordError: none is a tensor.
 
-    The new tensor has the dtype and device of the first tensor. The number is rounded to that dtype, so that
-    torch and ONNX, which has tensors only, compute the same.
+    The new tensor has the dtype that the record gives it beside the tensors, and the device of the first. The
+    number is rounded to that dtype, so that torch and ONNX, which has tensors only, compute the same.
     """
     arguments = list(bind(signature, args, kwargs).values() if kwargs else args)
-    count = len(record.inputs)  # the tensors come first
-    for i, number in enumerate(arguments[:count]):
+    names = [entry.name for entry in record.inputs]  # the tensors come first
+    for i, number in enumerate(arguments[: len(names)]):
         if not isinstance(number, _NUMBERS):
             continue
-        like = next((value for value in arguments[:count] if isinstance(value, torch.Tensor)), None)
-        if like is None:
-            names = ", ".join(entry.name for entry in record.inputs)
-            raise RecordError(f"{record.qualified_name}: none of {names} is a tensor; one must be")
+        given = {n: v for n, v in zip(names, arguments, strict=False) if isinstance(v, torch.Tensor)}
+        if (like := next(iter(given.values()), None)) is None:
+            raise RecordError(f"{record.qualified_name}: none of {', '.join(names)} is a tensor; one must be")
+        wanted = record.combination_of({n: torch_name(each.dtype) for n, each in given.items()})
         value: Any = number
-        arguments[i] = torch.full((), value, dtype=like.dtype, device=like.device)
+        dtype = getattr(torch, wanted[names[i]]) if wanted else like.dtype
+        if isinstance(value, (float, torch.SymFloat)) and not dtype.is_floating_point:
+            kind = f"expected an int: beside these tensors it is {torch_name(dtype)}"
+            raise RecordError(f"{record.qualified_name}: {names[i]} is {value}, {kind}")
+        arguments[i] = torch.full((), value, dtype=dtype, device=like.device)
     return arguments

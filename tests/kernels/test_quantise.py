@@ -53,6 +53,7 @@ def test_every_float(ops: torch_op.Ops, device: str, dtype: torch.dtype) -> None
     every = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
     one = torch.ones(1, device=device)
     same(ops.dequantise(every.to(device), one), every.float())
+    same(ops.dequantise(every.to(device), 0.5), every.float() * 0.5)  # a number has the record's dtype
 
     x = near(every)
     largest = torch.finfo(dtype).max
