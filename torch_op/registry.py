@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import warnings
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 
-from twinop.errors import LibraryError, RecordError
+from twinop.errors import LibraryError, RecordError, TwinopWarning
 from twinop.installation import how_to_build
 from twinop.libraries.built import warn_if_old
 from twinop.libraries.declare import cpu_function
@@ -59,6 +61,7 @@ class Ops:
 
 
 _loaded: dict[tuple[Path, str], Ops] = {}  # by file and namespace
+_stamps: dict[Path, tuple[int, int]] = {}  # of these files, when they were loaded
 _owners: dict[str, tuple[OpSpec, Path]] = {}  # by the op's name in torch's dispatcher
 _without_cpu_kernel: set[str] = set()  # OpSpec.key
 
@@ -78,7 +81,23 @@ def records() -> dict[str, OpSpec]:
 def library_of(record: OpSpec) -> Path | None:
     """Returns the library from which torch has an op."""
     _, path = _owners.get(record.torch_name, (None, None))
+    if path is not None:
+        _warn_if_replaced(path)
     return path
+
+
+def _warn_if_replaced(path: Path) -> None:
+    """Warns where a file is not the one that was loaded: the loader goes by its path, and keeps the old."""
+    with suppress(OSError):
+        status = path.stat()
+        stamp = status.st_ino, status.st_mtime_ns
+        if _stamps.setdefault(path, stamp) != stamp:
+            warnings.warn(
+                f"{path} was built again after this process loaded it, and torch runs what it loaded then. "
+                "Start Python again",
+                TwinopWarning,
+                stacklevel=3,
+            )
 
 
 def missing_op(name: str) -> str:
@@ -115,6 +134,7 @@ def load(path: str | os.PathLike[str], namespace: str | None = None) -> Ops:
     """
     path = Path(path).resolve()
     key = path, namespace or ""
+    _warn_if_replaced(path)
     if key in _loaded:
         for record in _loaded[key].records.values():
             _owners[record.torch_name] = _owners.pop(record.torch_name)  # the last one of its key

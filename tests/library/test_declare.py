@@ -23,6 +23,8 @@ assert repr(test_cube.cube) == "<op test_cube::cube>" and test_cube.cube.__doc__
 print({"torch", "onnx", "onnxruntime", "numpy"} & set(sys.modules))
 """
 IN_TORCH = """
+import pickle
+
 import test_cube
 import torch
 
@@ -30,7 +32,7 @@ x = torch.tensor([2.0, -3.0], requires_grad=True)
 compiled = torch.compile(lambda x: test_cube.cube(x) + 1, fullgraph=True, backend="eager")
 assert compiled(x).tolist() == [9, -26], "the first call may be a traced one"
 
-y = test_cube.cube(x)
+y = pickle.loads(pickle.dumps(test_cube.cube))(x)
 assert y.equal(torch.ops.test_cube.cube(x)) and y.tolist() == [8, -27]
 (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
 assert first.tolist() == [12, 27]
@@ -70,6 +72,30 @@ def test_a_package_by_its_domain(tmp_path: Path) -> None:
 def test_the_module_may_come_after_the_library(tmp_path: Path) -> None:
     project = cube_project(tmp_path)
     assert output_of(LATE.format(late="import test_cube"), project, project) == "tensor([12.])\n"
+
+
+REBUILT = """
+import shutil
+import warnings
+
+from twinop import torch_op
+from twinop.errors import TwinopWarning
+
+ops = torch_op.load("build/libtest_cube.so")
+shutil.move("build/libtest_cube.so", "build/old.so")
+shutil.copy("build/old.so", "build/libtest_cube.so")
+for again in (
+    lambda: torch_op.load("build/libtest_cube.so", "other"),
+    lambda: torch_op.library_of(ops.records["cube"]),
+):
+    with warnings.catch_warnings(record=True) as caught:
+        again()
+    assert "libtest_cube.so was built again after this process loaded it, and torch" in str(caught[0].message)
+"""
+
+
+def test_a_library_that_is_built_again_under_a_process(tmp_path: Path) -> None:
+    output_of(REBUILT, cube_project(tmp_path))
 
 
 def test_a_script_has_the_domain_of_its_name(tmp_path: Path) -> None:

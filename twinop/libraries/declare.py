@@ -81,6 +81,9 @@ class Op:
     def __repr__(self) -> str:
         return f"<op {self.domain}::{self.name}>"
 
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickled by its place, as a function
+
 
 def op(
     function: Callable[..., Any] | None = None,
