@@ -196,6 +196,12 @@ def test_two_ops_of_one_name_in_onnx(header: Path) -> None:
     assert done.stderr == "error: ops Times and times are both CustomTimes in ONNX. Rename one of them\n"
 
 
+def test_a_header_with_ops_that_another_one_includes(header: Path) -> None:
+    header.with_name("more.h").write_text('#include "times.h"\n' + tiny("more"))
+    done = twinop("build", "--cpu", "--debug", cwd=header.parent)
+    assert "two source files register the op times, as where one header includes another" in done.stderr
+
+
 def test_a_formula_that_is_no_python_ends_a_build(header: Path) -> None:
     header.write_text(header.read_text().replace("2 * grad", "2 * grad *"))
     done = twinop("build", "times.h", "--cpu", cwd=header.parent)

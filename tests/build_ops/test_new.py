@@ -124,6 +124,7 @@ def test_a_parent_that_cannot_be_written(tmp_path: Path) -> None:
         ("None", "op name None: a keyword of Python. Choose another name, such as my_none"),
         ("../up", "expected letters, digits and _"),
         ("torch", "reserved, because formulas use torch"),
+        ("name", "reserved, because torch.ops.<domain>.name is the name of the domain"),
         ("template", "a keyword of C\\+\\+"),
         ("main", "would hide the module main"),
         ("json", "would hide the module json"),

@@ -6,6 +6,7 @@ import os
 import platform
 import struct
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -105,6 +106,11 @@ def read_library(
         )
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, RecordError) as error:
         raise LibraryError(f"{path}: its op records do not parse: {error}. Copy or build it again") from error
+    if twice := [name for name, count in Counter(each.name for each in parsed).items() if count > 1]:
+        raise LibraryError(
+            f"{path}: two source files register the op {twice[0]}, as where one header includes another. Let "
+            "both include a third header without ops"
+        )
     if taken := {each.functional_name for each in records.values() if each.written} & records.keys():
         raise LibraryError(
             f"{path}: {taken.pop()} is both an op and the functional variant of another. Rename one of them"

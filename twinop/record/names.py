@@ -43,8 +43,9 @@ def check_op_name(name: str) -> None:
     refuse_keyword("op name", name)
     if not (_is_identifier(name) and name.strip("_")):
         raise TwinopError(f"op name {name!r}: expected letters, digits and _, such as my_op")
-    if name == "torch":
-        raise TwinopError("op name torch: reserved, because formulas use torch. Choose another name")
+    taken = {"torch": "formulas use torch", "name": "torch.ops.<domain>.name is the name of the domain"}
+    if name in taken:
+        raise TwinopError(f"op name {name}: reserved, because {taken[name]}. Choose another name")
 
 
 def check_project_name(name: str) -> None:
