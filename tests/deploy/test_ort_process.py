@@ -134,8 +134,6 @@ def test_a_signal_ends_all_processes_at_once(number: signal.Signals, command: st
             assert until(lambda: not processes(group), 5)
         finally:
             process.kill()
-    left = {each.name for each in path.parent.iterdir()} - {"loop.onnx"}
-    assert number == signal.SIGKILL or not left
 
 
 def test_the_end_of_the_thread_that_started_the_server_does_not_end_it(server: ort_process.Server) -> None:

@@ -213,18 +213,6 @@ with work_folder(Path(sys.argv[1])) as folder:
     assert not [name for name in names(tmp_path) if name.startswith(".")]
 
 
-def test_a_handler_of_the_caller_stays(tmp_path: Path) -> None:
-    """A training job saves its state at SIGTERM, also while it exports."""
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        with publish.work_folder(tmp_path):
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert came == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def test_writers_at_once(tmp_path: Path) -> None:
     """Whoever is last: the graph has its data, and at most one former generation is there."""
     target = tmp_path / "model.onnx"

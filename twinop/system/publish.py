@@ -9,11 +9,8 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import stat
-import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,7 +31,7 @@ def data_name(stem: str, sha256: str) -> str:
 
 @contextmanager
 def work_folder(parent: Path) -> Iterator[Path]:
-    """Makes a folder, and removes it in the end, also at SIGTERM; those of processes that died go, too."""
+    """Makes a folder, and removes it in the end; those of processes that died go, too."""
     with _locked(parent) as is_locked:
         if is_locked:
             _remove_abandoned(parent)
@@ -43,8 +40,7 @@ def work_folder(parent: Path) -> Iterator[Path]:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
-        with _until_terminated():
-            yield folder
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
@@ -152,17 +148,3 @@ def _named(model: Path, stem: str) -> set[str] | None:
     except OSError:
         return None
     return names
-
-
-@contextmanager
-def _until_terminated() -> Iterator[None]:
-    """Lets SIGTERM end the process as an exit does, which removes work folders; a caller's handler stays."""
-    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not is_default or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
