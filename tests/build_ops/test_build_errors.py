@@ -107,12 +107,6 @@ def test_a_sanitizer_that_there_is_not(header: Path) -> None:
             "build with CXX=g++-13",
         ),
         ("nvcc fatal   : Unsupported gpu architecture 'compute_75'", "does not know the architecture"),
-        (
-            "/tmp/x.s: fatal error: error writing to /tmp/x.o: No space left on device",
-            "the disk is full. Free",
-        ),
-        ("cannot open output file: Read-only file system", "a folder is read-only. Set TWINOP_CACHE and"),
-        ("clang: error: unsupported clang version!", "nvcc does not support this clang. Build with CXX=g++"),
         ("Killed", "compiling mish.h failed"),
     ],
 )
@@ -339,7 +333,7 @@ def test_a_folder_that_cannot_be_written(
 
 @pytest.mark.parametrize(
     ("number", "message"),
-    [(errno.ENOSPC, "the disk is full. Free some space"), (errno.EROFS, "Read-only file system")],
+    [(errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only file system")],
 )
 def test_a_disk_that_is_full(
     times: Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, message: str

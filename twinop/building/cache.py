@@ -1,6 +1,5 @@
 """The cache of builds: files named after a hash of all that they depend on."""
 
-import errno
 import hashlib
 import json
 import os
@@ -53,14 +52,9 @@ def writing(what: Path, cure: str = "name another file with -o") -> Iterator[Non
     try:
         yield
     except OSError as error:
-        problem = f"cannot be written: {error.strerror}. Fix its permissions"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            problem = "the disk is full. Free some space"
-        elif error.errno == errno.EFBIG:
-            problem = "it is larger than the limit of files. Raise that (ulimit -f)"
         if cache_folder() in (what, *what.parents):
             cure = "set TWINOP_CACHE to a folder on another disk"
-        raise BuildError(f"{what}: {problem}, or {cure}") from error
+        raise BuildError(f"{what}: cannot be written: {error.strerror}. Mend that, or {cure}") from error
 
 
 def make_folder(folder: Path) -> None:

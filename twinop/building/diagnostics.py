@@ -22,21 +22,9 @@ _KNOWN = (
         "CXX=g++-{0}",
     ),
     (
-        re.compile(r"unsupported clang version!.* (\d+) are not supported|unsupported clang version"),
-        "nvcc does not support this clang. Build with CXX=g++, or install a newer CUDA toolkit",
-    ),
-    (
         re.compile(r"[Uu]nsupported gpu architecture '?([\w-]+)'?"),
         "nvcc does not know the architecture {0}. Choose others with --archs, or install a newer CUDA "
         "toolkit and set CUDACXX to its nvcc",
-    ),
-    (
-        re.compile(r"No space left on device"),
-        "the disk is full. Free some space, or set TWINOP_CACHE and TMPDIR to folders on another disk",
-    ),
-    (
-        re.compile(r"Read-only file system"),
-        "a folder is read-only. Set TWINOP_CACHE and TMPDIR to folders that you may write",
     ),
 )
 
