@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import op_bodies
+import own_references
 import pytest
 import torch
 
 from twinop.record.op_spec import OpSpec
-from twinop.testing import builtin_references
 from twinop.testing.samples import (  # noqa: F401
     Sample,
     attribute_variants,
@@ -24,7 +24,7 @@ from twinop.testing.samples import (  # noqa: F401
 from twinop.testing.under_test import add_library, library_of, records_under_test  # noqa: F401
 from twinop.testing.values import plain_values, values  # noqa: F401
 
-for module in (builtin_references, op_bodies):
+for module in (own_references, op_bodies):
     add_library(module.library_path(), module)
 
 ALL = records_under_test()

@@ -58,7 +58,7 @@ def _library_of(module: Path) -> Path:
 
 
 def _module_of(library: Path) -> Path | None:
-    """The Python file of a library's ops: beside it, or beside its build/; for twinop's own ops, none."""
+    """The Python file of a library's ops: beside it, or beside its build/; None if there is none."""
     name = library.stem.removeprefix("lib")
     for path in (
         library.parent / f"{name}.py",
@@ -85,14 +85,17 @@ def load(given: str) -> list[Any]:
 
     from twinop.torch_op.registry import runs_on_cpu
 
-    from . import builtin_references
     from .under_test import add_library
 
     records = []
     for library, path in find_target(Path(given))[0].items():
         about = read_library(library)
-        own = builtin_references if about.domain == DOMAIN else None
-        for record in add_library(library, load_module(path) if path else own):
+        if about.domain == DOMAIN:
+            raise TwinopError(
+                f"{library}: has twinop's own ops. ./build.sh test in its sources tests them, and `twinop "
+                "bench` without a library measures them"
+            )
+        for record in add_library(library, load_module(path) if path else None):
             without_cpu = tuple(device for device in record.devices if device != "cpu")
             records.append(record if runs_on_cpu(record) else replace(record, devices=without_cpu))
         if not torch.cuda.is_available() and not any("cpu" in record.devices for record in records):

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from twinop.libraries.library import find_library
+from twinop.testing.references import ONE_ROUNDING, Reference, narrow, ulps
 from twinop.torch_op.linear_rules import dequantised
-
-from .references import ONE_ROUNDING, Reference, narrow, ulps
 
 
 def library_path() -> Path:
