@@ -51,8 +51,8 @@ _SMALL = 256  # bfloat16 has all integers up to this
 _LARGEST = "largest magnitude"  # in the `meta` of tensors
 MOST_ELEMENTS = 2**20  # of weights that are read as a whole, to look at their numbers
 _MICROSOFT = {
-    "FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "MoE", "MultiHeadAttention",
-    "QMoE", "QuickGelu", "RotaryEmbedding",
+    "CausalConvWithState", "FusedMatMul", "GatedRMSNorm", "GatherBlockQuantized", "GroupQueryAttention",
+    "MatMulNBits", "MoE", "MultiHeadAttention", "QMoE", "QuickGelu", "RotaryEmbedding",
 }  # fmt: skip
 
 Dtypes = dict[ir.Value, ir.DataType]

@@ -143,6 +143,21 @@ def _infer_fused_matmul(inference: Any, node: onnx.NodeProto) -> None:
         value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, kind, shape))
 
 
+def _infer_state(inference: Any, node: onnx.NodeProto) -> None:
+    """Infers CausalConvWithState and LinearAttention, whose second output is the state after the last token.
+    Of LinearAttention's [B, T, H * D] the query has the heads, and the value their size."""
+    numbers = {each.name: each.i for each in node.attribute}
+    *outer, width = inference._get_shape(node, 0)
+    if node.op_type == "LinearAttention":
+        heads, kv_heads = numbers["q_num_heads"], numbers["kv_num_heads"]
+        width = inference._get_shape(node, 2)[-1] // kv_heads * max(heads, kv_heads)
+    for index, shape in enumerate([[*outer, width], inference._try_get_shape(node, 3)][: len(node.output)]):
+        if shape is not None and node.output[index] and not (index and numbers.get("state_window")):
+            kind = inference.known_vi_[node.input[3 * index]].type.tensor_type.elem_type
+            info = onnx.helper.make_tensor_value_info(node.output[index], kind, shape)
+            inference.known_vi_[node.output[index]].CopyFrom(info)
+
+
 def _module() -> Any:
     """Returns ONNX Runtime's module of the inference. Its package imports torch where that is installed."""
     name = "onnxruntime.tools.symbolic_shape_infer"
@@ -171,7 +186,10 @@ def _inference() -> Any:
             self.dispatcher_["FusedMatMul"] = partial(_infer_fused_matmul, self)
             self.dispatcher_["Slice"] = partial(_infer_slice, self, original)
             self.dispatcher_["Split"] = partial(_infer_split, self, self._infer_Split)
-            self.dispatcher_["QMoE"] = self._pass_on_shape_and_type
+            for op_type in ("CausalConvWithState", "LinearAttention"):
+                self.dispatcher_[op_type] = partial(_infer_state, self)
+            for op_type in ("GatedRMSNorm", "QMoE"):
+                self.dispatcher_[op_type] = self._pass_on_shape_and_type
             for op_type in ("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMin", "ReduceSumSquare"):
                 self.dispatcher_[op_type] = self._infer_ReduceMean
             if not self.auto_merge_:

@@ -42,6 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": _LAYERS,
         "rope_parameters": {**_ROPE, **_LOCAL, "full_attention": _ROPE},
     },
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "Phi3 long": {"original_max_position_embeddings": 32, "rope_parameters": {**_ROPE, **_LONG}},
 }
 """What differs from a Llama, by the name in transformers and a form of it."""

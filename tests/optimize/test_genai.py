@@ -62,9 +62,9 @@ def nudged(source: Path, target: Path) -> Path:
 
 
 # The CPU has no attention in fp16 with norms of q and k.
-FP16 = [family for family in FAMILIES if family not in ("Qwen3", "Gemma3")]
+FP16 = [family for family in FAMILIES if family not in ("Qwen3", "Gemma3", "Lfm2")]
 # One of each kind of layer; --all has all.
-DEFAULT = {"Phi3": "fp32", "Gemma2": "fp16"} | dict.fromkeys(("Llama", "Phi", "Gemma3"), "int4")
+DEFAULT = {"Phi3": "fp32", "Gemma2": "fp16"} | dict.fromkeys(("Llama", "Phi", "Gemma3", "Lfm2"), "int4")
 
 
 @pytest.mark.parametrize(

@@ -354,13 +354,29 @@ def test_a_length_padded_to_blocks() -> None:
     assert cut == ["B", "S", "8"] and padded[::2] == ["B", "8"] and padded[1] != "S"
 
 
-def test_sizes_behind_a_reduction() -> None:
-    """As in a softmax that gpt-oss writes out: without its sizes, those of the whole model were unknown."""
-    text = """(float[B, S, 8] x) => (float[B, S, 8] y) {
-        m = ReduceMax (x, last) d = Sub (x, m) n = ReduceL2 (d, last)
-        e = Div (d, n) s = Shape (x) f = Reshape (e, flat) y = Reshape (f, s) }"""
-    model = ir.from_proto(parsed(text, last=np.array([-1]), flat=np.array([-1, 8])))
+@pytest.mark.parametrize(
+    "body",
+    [
+        "m = ReduceMax (x, last) d = Sub (x, m) n = ReduceL2 (d, last) e = Div (d, n)",  # gpt-oss
+        """t = Transpose <perm = [0, 2, 1]> (x) c, state = com.microsoft.CausalConvWithState (t, w, b, past)
+        d = Transpose <perm = [0, 2, 1]> (c) e = Div (d, x)""",  # LFM2
+        """k = Slice (x, first, second, last)
+        d, state = com.microsoft.LinearAttention <q_num_heads = 2, kv_num_heads = 1> (x, k, k, memory)
+        g = com.microsoft.GatedRMSNorm (d, b, x) e = Div (g, x)""",  # Qwen 3.5
+    ],
+    ids=["reductions", "convolution", "recurrence"],
+)
+def test_sizes_behind(body: str) -> None:
+    """Without the sizes behind one operator, those of the whole model would be unknown."""
+    text = f"""(float[B, S, 8] x, float[B, 8, 2] past, float[B, 1, 4, 4] memory) => (float[B, S, 8] y) {{
+        {body} s = Shape (x) f = Reshape (e, flat) y = Reshape (f, s) }}"""
+    rows = {"last": [-1], "flat": [-1, 8], "first": [0], "second": [4]}
+    floats = {"w": np.ones((8, 1, 3), np.float32), "b": np.ones(8, np.float32)}
+    proto = parsed(text, **{name: np.array(row) for name, row in rows.items()}, **floats)
+    model = ir.from_proto(proto)
     infer_types(model)
     infer_shapes(model)
     found = [[str(dim) for dim in node.outputs[0].shape or ()] for node in nodes(model, "Div", "Reshape")]
     assert found == [["B", "S", "8"], ["B*S", "8"], ["B", "S", "8"]]
+    states = nodes(model, "CausalConvWithState", "LinearAttention")
+    assert all(node.outputs[1].shape == node.inputs[3].shape for node in states)  # type: ignore[union-attr]
