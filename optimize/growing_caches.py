@@ -42,8 +42,9 @@ class GrowingCaches(
         (k, times), (v, times_of_v) = without_repeats(k), without_repeats(match.inputs[1])
         (past_k, new_k), (past_v, new_v) = (_joined(each, match, scores.masks) for each in (k, v))
         heads = merged_heads(q, match)
-        counts = {new_k.count * times, new_v.count * times_of_v}
-        if heads is None or counts != {heads.count} or (new_k.count, new_k.size) != (new_v.count, heads.size):
+        pairs = (new_k.count, times), (new_v.count, times_of_v)
+        repeats = heads is not None and all(count * n in (1, heads.count) for count, n in pairs)  # 1: MatMul
+        if heads is None or not repeats or (new_k.count, new_k.size) != (new_v.count, heads.size):
             raise g.Skipped("q, k and v differ in the number or size of heads")
         plain, before_split = unscaled(heads.value)
         bias, shown, _ = masks_of_scores(context, scores.masks, match, square=False)

@@ -247,7 +247,7 @@ def test_a_conversion_that_renames_results_is_refused_where_no_reader_shows_them
 
 
 _STEP = """hq = MatMul (x, wq) hk = MatMul (x, wk) hv = MatMul (x, wv)
-    rq = Reshape (hq, apart) rk = Reshape (hk, apart) rv = Reshape (hv, apart)
+    rq = Reshape (hq, apart) rk = Reshape (hk, apart_kv) rv = Reshape (hv, apart_kv)
     q = Transpose <perm=[0, 2, 1, 3]> (rq) nk = Transpose <perm=[0, 2, 1, 3]> (rk)
     nv = Transpose <perm=[0, 2, 1, 3]> (rv) k = Concat <axis=2> (pk, nk) v = Concat <axis=2> (pv, nv)
     kt = Transpose <perm=[0, 1, 3, 2]> (k) a = MatMul (q, kt) b = Mul (a, half)"""
@@ -257,6 +257,7 @@ _MASKED = {
         g = Where (n, zero, p)""",
     "chosen": "c = Where (shown, b, lowest) g = Softmax (c)",
     "none": "g = Softmax (b)",
+    "one head": "g = Softmax (b)",  # of keys and values, as in Falcon
 }
 _RUN_BOTH = """
 import sys
@@ -281,18 +282,24 @@ print(onnxruntime.__version__)
 @pytest.mark.parametrize("masked", _MASKED)
 def test_standard_attention_of_each_release(masked: str, releases: tuple[str, ...], tmp_path: Path) -> None:
     """It changed between 1.27 and 1.31: which keys rows that a mask hides see, and causal masks."""
-    signature = """(float[B, S, 8] x, float[B, 2, P, 4] pk, float[B, 2, P, 4] pv, bool[B, 1, S, T] shown)
-        => (float[B, S, 8] y, float[B, 2, T, 4] k, float[B, 2, T, 4] v)"""
+    heads = 1 if masked == "one head" else 2
+    past, all_rows = f"float[B, {heads}, P, 4]", f"float[B, {heads}, T, 4]"
+    signature = f"""(float[B, S, 8] x, {past} pk, {past} pv, bool[B, 1, S, T] shown)
+        => (float[B, S, 8] y, {all_rows} k, {all_rows} v)"""
     end = "o = MatMul (g, v) t = Transpose <perm=[0, 2, 1, 3]> (o) y = Reshape (t, joined)"
-    constants = {f"w{name}": weights(8, 8, seed=seed) for seed, name in enumerate("qkv")}
-    constants |= {"apart": np.array([0, 0, 2, 4]), "joined": np.array([0, 0, 8]), "zero": np.float32(0)}
+    widths = {"q": 8, "k": 4 * heads, "v": 4 * heads}
+    constants = {
+        f"w{name}": weights(8, width, seed=seed) for seed, (name, width) in enumerate(widths.items())
+    }
+    constants |= {"apart": np.array([0, 0, 2, 4]), "apart_kv": np.array([0, 0, heads, 4])}
+    constants |= {"joined": np.array([0, 0, 8]), "zero": np.float32(0)}
     lowest = {"lowest": np.finfo(np.float32).min, "inf": np.float32(-np.inf), "half": np.float32(0.5)}
     proto = parsed(f"{signature} {{ {_STEP} {_MASKED[masked]} {end} }}", **constants, **lowest)
     cases = dict[str, np.ndarray]()
-    for index, (past, new) in enumerate([(5, 1), (5, 3), (0, 4)]):
-        shown = np.random.default_rng(index).random((2, 1, new, past + new)) < 0.6
+    for index, (before, new) in enumerate([(5, 1), (5, 3), (0, 4)]):
+        shown = np.random.default_rng(index).random((2, 1, new, before + new)) < 0.6
         shown[0, 0, 0], shown[1, 0, -1] = False, True  # a row that sees nothing, and one that sees all
-        caches = [weights(2, 2, past, 4, seed=seed) for seed in (1, 2)]
+        caches = [weights(2, heads, before, 4, seed=seed) for seed in (1, 2)]
         case = {"x": weights(2, new, 8), "pk": caches[0], "pv": caches[1], "shown": shown}
         cases |= {f"{name}{index}": array for name, array in case.items()}
     given: Any = {name[:-1]: array for name, array in cases.items() if name.endswith("1")}
