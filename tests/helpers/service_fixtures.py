@@ -49,8 +49,6 @@ class Served:
         self.process.send_signal(sign)
         return self.process.wait(seconds)
 
-    # -------------------------------------------------------------------------------- clients
-
     @contextmanager
     def stub(self) -> Iterator[Any]:
         """Open a new connection for gRPC calls. By default gRPC uses one again that is being closed."""

@@ -17,11 +17,8 @@ def held(original, file):
         return original(*arguments)
     return call
 
-places = {
-    "runs": ("run", instance.Instance),
-    "loads": ("load", repository),
-    "decodes": ("decode", codec_grpc, codec_rest),
-}
+places = {"runs": ("run", instance.Instance), "loads": ("load", repository)}
+places["decodes"] = ("decode", codec_grpc, codec_rest)
 for what, file in json.loads(sys.argv[1]).items():
     name, *owners = places[what]
     for owner in owners:

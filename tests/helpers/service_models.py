@@ -159,9 +159,6 @@ def wrong_body() -> onnx.FunctionProto:
     return function("CustomRelu", [node("Abs", domain="")])
 
 
-# ------------------------------------------------------------------------------------------------ on disk
-
-
 def place(
     models: Path,
     name: str,
@@ -197,9 +194,6 @@ def point_external(path: Path, location: str) -> None:
             if entry.key == "location":
                 entry.value = location
     path.write_bytes(model.SerializeToString())
-
-
-# ------------------------------------------------------------------------------------------------ parts
 
 
 def info(name: str, datatype: str, shape: Sequence[int | str | None] | None) -> onnx.ValueInfoProto:

@@ -97,9 +97,6 @@ def failure_of(outcome: Result | BaseException) -> Failure:
     return outcome.failure
 
 
-# -------------------------------------------------------------------------------- what is joined
-
-
 @in_a_loop
 async def test_what_arrives_while_the_instance_is_busy_is_joined() -> None:
     runner = Doubler()
@@ -168,9 +165,6 @@ async def test_a_request_without_inputs_and_a_scalar_have_one_row() -> None:
     for inputs in ({}, {"x": np.array(1, np.float32)}):
         await queue.submit(Request("m", inputs, arrived=time.monotonic()), Y)
     assert rows == [1, 1]
-
-
-# -------------------------------------------------------------------------------- what is refused or dropped
 
 
 @in_a_loop
@@ -295,9 +289,6 @@ def test_work_on_a_request_that_takes_too_much_memory() -> None:
         with pytest.raises(ServiceError, match="not enough memory for this request") as caught:
             asyncio.run(in_thread_if_large(size, work))
         assert caught.value.failure is OUT_OF_MEMORY
-
-
-# -------------------------------------------------------------------------------- the end
 
 
 @in_a_loop

@@ -32,10 +32,7 @@ STALLS = 1000.0  # test.stall sleeps x milliseconds on the CPU, and asserts on C
 def place_stall(folder: Path, settings: str = "", name: str = "stall") -> None:
     """Write a model of test.stall's op, with a built-in one behind it, and its library beside it."""
     model = models.make(
-        [
-            node("CustomStall", ["x"], ["s"], domain="test.stall"),
-            node("Relu", ["s"], ["y"], "relu", domain=""),
-        ],
+        [node("CustomStall", ["x"], ["s"], domain="test.stall"), node("Relu", ["s"], ["y"], "relu", "")],
         [models.info("x", "FP32", models.ROWS)],
         [models.info("y", "FP32", models.ROWS)],
     )
@@ -116,9 +113,7 @@ def failure_of(device: str, error: Exception) -> ServiceError:
 
 @pytest.mark.parametrize("error", [RuntimeError("Reshape failed"), RunError(PROSE), MemoryError()])
 @pytest.mark.parametrize("code", [700, 710, 719, 999])
-def test_the_driver_says_that_a_gpu_is_lost(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
-) -> None:
+def test_the_driver_says_a_gpu_is_lost(monkeypatch: pytest.MonkeyPatch, error: Exception, code: int) -> None:
     driver = Driver(code)
     monkeypatch.setattr("twinop.deploy.cuda.driver", lambda: driver)
     found = failure_of("cuda:1", error)
@@ -128,9 +123,7 @@ def test_the_driver_says_that_a_gpu_is_lost(
 
 
 @pytest.mark.parametrize("driver", [None, Driver(0), Driver(600), Driver(901)])
-def test_an_error_that_leaves_the_gpu_usable_concerns_one_request(
-    monkeypatch: pytest.MonkeyPatch, driver: Driver | None
-) -> None:
+def test_an_error_of_one_request(monkeypatch: pytest.MonkeyPatch, driver: Driver | None) -> None:
     """Whatever the text says: a model's names are in it."""
     monkeypatch.setattr("twinop.deploy.cuda.driver", lambda: driver)
     assert failure_of("cuda:0", RunError(PROSE)).failure is RUN_FAILED

@@ -23,9 +23,6 @@ def bits(array: np.ndarray) -> bytes:
     return bytes(to_bytes(array))
 
 
-# -------------------------------------------------------------------------------- every bit
-
-
 @pytest.mark.parametrize(("kind", "shape"), EACH)
 def test_rest_binary_keeps_every_bit(kind: Datatype, shape: tuple[int, ...]) -> None:
     array = values(kind.name, *shape)
@@ -93,9 +90,8 @@ def test_grpc_typed_carries_what_is_not_finite(name: str, value: float) -> None:
 
 def test_grpc_answers_are_raw_where_a_type_has_no_typed_field() -> None:
     outputs = {"a": np.ones(2, np.float32), "b": np.ones(2, ml_dtypes.bfloat16)}
-    answer = pb.ModelInferResponse.FromString(
-        codec_grpc.encode(Result("m", 1, outputs), pb.ModelInferRequest(id="7"))
-    )
+    encoded = codec_grpc.encode(Result("m", 1, outputs), pb.ModelInferRequest(id="7"))
+    answer = pb.ModelInferResponse.FromString(encoded)
     assert [len(raw) for raw in answer.raw_output_contents] == [8, 4]
     assert (answer.id, answer.model_name, answer.model_version) == ("7", "m", "1")
 
@@ -114,9 +110,6 @@ def test_answers_may_be_views_with_strides() -> None:
     assert json.loads(content)["outputs"][0]["data"] == array.ravel().tolist()
 
 
-# -------------------------------------------------------------------------------- what is asked for
-
-
 def test_each_output_comes_in_the_form_that_it_is_asked_for_in() -> None:
     outputs = [{"name": "b", "parameters": {"binary_data": False}}, {"name": "a"}]
     body, headers = rest_request({}, outputs=outputs, id="me", parameters={"binary_data_output": True})
@@ -127,10 +120,8 @@ def test_each_output_comes_in_the_form_that_it_is_asked_for_in() -> None:
     length = int(headers["inference-header-content-length"])
     answer = json.loads(content[:length])
     assert (answer["id"], answer["model_name"], answer["model_version"]) == ("me", "m", "2")
-    assert [set(output) for output in answer["outputs"]] == [
-        {"name", "datatype", "shape", "data"},
-        {"name", "datatype", "shape", "parameters"},
-    ]
+    common = {"name", "datatype", "shape"}
+    assert [set(output) - common for output in answer["outputs"]] == [{"data"}, {"parameters"}]
 
 
 def test_an_answer_has_an_id_only_if_the_request_has_one() -> None:
@@ -147,22 +138,13 @@ def test_timeout_is_in_microseconds() -> None:
 
 def test_grpc_takes_the_earlier_of_deadline_and_timeout() -> None:
     message = pb.ModelInferRequest(parameters={"timeout": pb.InferParameter(int64_param=5_000_000)})
-    for asked, seconds, expected in (
-        (message, None, 5),
-        (message, 2, 2),
-        (message, 9, 5),
-        (pb.ModelInferRequest(), 3, 3),
-    ):
+    cases = (message, None, 5), (message, 2, 2), (message, 9, 5), (pb.ModelInferRequest(), 3, 3)
+    for asked, seconds, expected in cases:
         now = time.monotonic()
         deadline = codec_grpc.decode(asked, seconds).deadline
         assert deadline is not None and now + expected <= deadline <= time.monotonic() + expected
     assert codec_grpc.decode(pb.ModelInferRequest(), None).deadline is None
 
-
-# -------------------------------------------------------------------------------- errors over REST
-
-
-# -------------------------------------------------------------------------------- REST
 
 X = {"datatype": "FP32", "shape": [2], "data": [1, 2]}
 
@@ -196,15 +178,9 @@ BAD_TENSORS = {
     "fraction": (X | {"datatype": "INT8", "data": [1, 2.5]}, "element 1 of data is 2.5; INT8 takes whole"),
     "int too large": (X | {"datatype": "INT8", "data": [1, 128]}, "element 1 is 128; INT8 has -128 to 127"),
     "negative unsigned": (X | {"datatype": "UINT64", "data": [-1, 1]}, "element 0 is -1; UINT64 has 0 to"),
-    "beyond 64 bits": (
-        X | {"datatype": "INT64", "data": [2**64, 1]},
-        "element 0 of data is 1.844674407370955",
-    ),
+    "beyond 64 bits": (X | {"datatype": "INT64", "data": [2**64, 1]}, "element 0 of data is 1.8446744073"),
     "float too large": (X | {"datatype": "FP16", "data": [1, 70000]}, "element 1 is 70000, beyond the range"),
-    "object for text": (
-        X | {"datatype": "BYTES", "data": [{"b64": "!"}, "a"]},
-        'is {"b64":"!"}; BYTES takes',
-    ),
+    "object for text": (X | {"datatype": "BYTES", "data": [{"b64": "!"}, "a"]}, 'is {"b64":"!"}; BYTES'),
     "data and binary": (X | {"parameters": {"binary_data_size": 8}}, "input x needs either data or"),
     "binary size is text": (raw("8"), "inputs.0.parameters.binary_data_size: Input should be a valid"),
     "binary without the header": (raw(8), "Inference-Header-Content-Length is missing"),
@@ -232,10 +208,7 @@ BAD_BODIES = {
     "inputs is an object": (b'{"inputs": {}}', "inputs: Input should be a valid list, not {}"),
     "input without a name": (b'{"inputs": [{}]}', "inputs.0.name: Field required"),
     "same input twice": (json.dumps({"inputs": [{"name": "x", **X}] * 2}).encode(), "input x is named twice"),
-    "same output twice": (
-        b'{"inputs": [], "outputs": [{"name": "y"}, {"name": "y"}]}',
-        "output y is named twice",
-    ),
+    "same output twice": (b'{"inputs": [], "outputs": [{"name": "y"}, {"name": "y"}]}', "y is named twice"),
     "id is a number": (b'{"inputs": [], "id": 1}', "id: Input should be a valid string, not 1"),
     "negative timeout": (b'{"inputs": [], "parameters": {"timeout": -1}}', "whole number of microseconds"),
     "binary_data is a number": (
@@ -258,9 +231,7 @@ def test_bad_body(body: bytes, message: str) -> None:
 
 @pytest.mark.parametrize("length", ["", "-1", "1.5", "1" * 30, "٣", "3"])
 def test_the_length_of_the_json_must_be_a_number_within_the_body(length: str) -> None:
-    with pytest.raises(
-        ServiceError, match="it takes the JSON's length in bytes|is 3, but the body has 2 bytes"
-    ):
+    with pytest.raises(ServiceError, match="it takes the JSON's length|is 3, but the body has 2"):
         decode(b"{}", {"inference-header-content-length": length})
 
 
@@ -300,9 +271,6 @@ def test_json_never_says_null_for_a_number(kind: Datatype) -> None:
         assert content.endswith(array.tobytes())
 
 
-# -------------------------------------------------------------------------------- gRPC
-
-
 def message_with(raw: list[bytes] | None = None, **tensor: Any) -> Any:
     given = {"name": "x", "datatype": "FP32", "shape": [2], **tensor}
     return pb.ModelInferRequest(model_name="m", inputs=[given], raw_input_contents=raw or ())
@@ -310,10 +278,7 @@ def message_with(raw: list[bytes] | None = None, **tensor: Any) -> Any:
 
 ZERO = {"name": "x", "datatype": "FP32", "shape": [0]}
 BAD_MESSAGES = {
-    "raw and typed": (
-        message_with([b"\0" * 8], contents={"fp32_contents": [1, 2]}),
-        "contents besides raw_input_contents",
-    ),
+    "raw and typed": (message_with([b"\0" * 8], contents={"fp32_contents": [1, 2]}), "contents besides raw"),
     "too few raw": (
         pb.ModelInferRequest(inputs=[{"name": "x"}, {"name": "y"}], raw_input_contents=[b""]),
         "2 inputs, but 1 raw_input_contents",

@@ -43,12 +43,8 @@ def test_the_layouts(tmp_path: Path) -> None:
     single = empty(tmp_path / "single.onnx")
     found = scan(tmp_path)
     paths = {name: {v: each.path for v, each in model.versions.items()} for name, model in found.items()}
-    assert paths == {
-        "triton": {1: first, 12: second},
-        "plain": {1: plain},
-        "named": {3: named},
-        "single": {1: single},
-    }
+    numbered = {"triton": {1: first, 12: second}, "named": {3: named}}
+    assert paths == numbered | {"plain": {1: plain}, "single": {1: single}}
     where = found["triton"].versions[12]
     assert (where.model, where.folder, where.model_folder) == ("triton", second.parent, tmp_path / "triton")
     assert found["single"].versions[1].model_folder is None
@@ -166,22 +162,13 @@ def test_versions_wanted(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_folder(tmp_path: Path) -> None:
-    service_models.place(
-        tmp_path,
-        "relu",
-        service_models.relu(),
-        settings='library = "libs/librelu.so"\nmax_queue = 9',
-    )
-    assert scan(tmp_path)["relu"].own == {
-        "library": (tmp_path / "relu" / "libs" / "librelu.so",),
-        "max_queue": 9,
-    }
+    settings = 'library = "libs/librelu.so"\nmax_queue = 9'
+    service_models.place(tmp_path, "relu", service_models.relu(), settings=settings)
+    library = tmp_path / "relu" / "libs" / "librelu.so"
+    assert scan(tmp_path)["relu"].own == {"library": (library,), "max_queue": 9}
     (tmp_path / "relu" / "twinop.toml").write_text("max_batch_size = many")
     with pytest.raises(SettingsError, match="not TOML"):
         _ = scan(tmp_path)["relu"].own
-
-
-# -------------------------------------------------------------------------------- hostile files
 
 
 def sparse(path: Path) -> None:

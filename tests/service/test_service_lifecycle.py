@@ -156,9 +156,8 @@ def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> Non
         answers = [receive(connection) for connection in connections]
         assert served.stop() == 1
         assert any("grace_seconds (1) were not enough" in line["message"] for line in served.log)
-    assert {(answer.status, answer.error) for answer in answers} == {
-        (503, "the server stopped before it could answer")
-    }
+    said = 503, "the server stopped before it could answer"
+    assert {(answer.status, answer.error) for answer in answers} == {said}
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -240,9 +239,6 @@ def test_the_kernel_spreads_connections_over_servers_that_are_ready(tmp_path: Pa
             process.wait()
 
 
-# -------------------------------------------------------------------------------- the examples
-
-
 def command_of_unit() -> list[str]:
     found = re.search(r"^ExecStart=(.*)$", (EXAMPLES / "twinop@.service").read_text(), re.MULTILINE)
     assert found is not None
@@ -255,16 +251,11 @@ def commands_of_compose() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("command", [command_of_unit(), *commands_of_compose()])
-def test_the_examples_start_servers(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_start_servers(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models.place(tmp_path, "m", models.relu())
     assert command[0].endswith("twinop") and command[1] == "serve"
     server: Any = repository_of(monkeypatch, tmp_path, *command[3:]).settings.server
     assert server.reuse_port and server.admin_port in (9001, 9002)
-
-
-# -------------------------------------------------------------------------------- servers that cannot start
 
 
 @pytest.fixture
@@ -296,9 +287,7 @@ def refused(*arguments: Any, **server: Any) -> str:
 
 
 @pytest.mark.parametrize("option", ["--http-port", "--grpc-port"])
-def test_a_port_in_use_ends_the_process_with_one_message(
-    one_model: Path, tmp_path: Path, option: str
-) -> None:
+def test_a_port_in_use_ends_the_process(one_model: Path, tmp_path: Path, option: str) -> None:
     """However long a load would take."""
     (file := tmp_path / "held").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -396,9 +385,7 @@ def broken_and_good(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut short", "settings", "missing data"])
-def test_a_broken_model_is_an_error_of_that_model_alone(
-    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_model_concerns_no_other(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The others are served, the log names it; no models at all end the server."""
     broken_and_good(tmp_path, how)
     settings = Settings(model=ModelSettings(provider="cpu"))
@@ -420,9 +407,7 @@ def test_a_broken_model_is_an_error_of_that_model_alone(
 SETTINGS = Settings(server=ServerSettings(poll_seconds=0.01), model=ModelSettings(provider="cpu"))
 
 
-def test_a_load_that_takes_long_delays_no_other_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_load_delays_no_other_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, load = threading.Event(), repository.load
 
     def slow(where: Any, *arguments: Any) -> LoadedModel:

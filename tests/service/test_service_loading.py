@@ -27,8 +27,6 @@ from twinop.deploy.service.settings import ModelSettings, SettingsError
 from twinop.errors import TwinopWarning
 from twinop.record.tolerance import difference
 
-# -------------------------------------------------------------------------------------- what is loaded
-
 
 def test_all_that_is_known_of_a_loaded_model(libraries: dict[str, Path], tmp_path: Path) -> None:
     model = loaded(tmp_path, service_models.mlp(8, 16, 16, 4), max_batch_size=4, instances=2)
@@ -63,9 +61,7 @@ def test_auto_says_which_provider_it_took(
         loaded(tmp_path, service_models.relu(), provider="cuda")
 
 
-def test_warm_up_at_the_shapes_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libraries: dict[str, Path]
-) -> None:
+def test_warm_up_at_the_shapes_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     run = Instance.run
 
@@ -106,9 +102,7 @@ def test_a_model_that_onnx_runtime_does_not_open_when_it_optimizes_it(tmp_path: 
         loaded(tmp_path, refused("to open"), session={"graph_optimization_level": "ORT_ENABLE_ALL"})
 
 
-def test_an_input_of_unknown_rank(
-    tmp_path: Path, libraries: dict[str, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_input_of_unknown_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         model = loaded(tmp_path, service_models.relu(shape=None))
     assert "not warmed up: the rank of an input is unknown" in caplog.text
@@ -123,9 +117,6 @@ def test_a_default_may_be_left_out(tmp_path: Path) -> None:
     assert list(batched.session.inputs) == ["x"]
 
 
-# ------------------------------------------------------------------------------------- function bodies
-
-
 def test_kernels_and_bodies_that_disagree(libraries: dict[str, Path], tmp_path: Path) -> None:
     model = service_models.relu(body=False)
     model.functions.append(service_models.wrong_body())
@@ -134,9 +125,7 @@ def test_kernels_and_bodies_that_disagree(libraries: dict[str, Path], tmp_path: 
     assert loaded(tmp_path, model, compare_bodies=False).difference is None
 
 
-def test_bodies_that_would_take_much_memory(
-    libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_that_would_take_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They make weights dense: a model that fits may not fit twice."""
     monkeypatch.setattr(loading, "body_bytes", lambda model: 3 << 30)
     said = "not compared: the function bodies take about 3.22 GB of memory"
@@ -220,9 +209,6 @@ def test_rows_that_depend_on_each_other_are_not_joined(
     assert loaded(tmp_path, service_models.relu(), max_batch_size=4).rows_independent
 
 
-# ------------------------------------------------------------------------------------- options of sessions
-
-
 def test_the_session_gets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, spinning = [], "session.intra_op.allow_spinning"
 
@@ -276,9 +262,7 @@ def test_cuda_takes_its_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "cores"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 0), ("900000 100000", 0)]
 )
-def test_the_quota_of_a_control_group(
-    limit: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_groups_quota(limit: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading.os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(loading, "_GROUPS", tmp_path)
     monkeypatch.setattr(loading, "_OWN_GROUP", tmp_path / "own")
@@ -287,9 +271,6 @@ def test_the_quota_of_a_control_group(
     (tmp_path / "pods/a").mkdir(parents=True)
     (tmp_path / "pods/a/cpu.max").write_text(f"{limit}\n")
     assert loading.quota() == cores
-
-
-# -------------------------------------------------------------------------------- on a GPU
 
 
 def on_gpu(folder: Path, model: onnx.ModelProto, **given: Any) -> LoadedModel:
@@ -308,9 +289,8 @@ def test_every_datatype_comes_back(tmp_path: Path, datatype: str) -> None:
         first = values(datatype, *shape, seed=seed)
         second = values(datatype, 2, 3, seed=seed + 100)
         kept.append((instance.run([{"x": first}], ["y"])["y"], first))
-        kept.append(
-            (instance.run([{"x": first}, {"x": second}], ["y"])["y"], np.concatenate([first, second]))
-        )
+        both = instance.run([{"x": first}, {"x": second}], ["y"])["y"]
+        kept.append((both, np.concatenate([first, second])))
     rows = values(datatype, 8, 3)[::2]
     kept.append((instance.run([{"x": rows}], ["y"])["y"], rows))
     for found, expected in kept:

@@ -22,8 +22,6 @@ from twinop.deploy.service.loading import load
 from twinop.deploy.service.settings import ModelSettings, ServerSettings
 from twinop.errors import TwinopError
 
-# ------------------------------------------------------------------------------------------ bad models
-
 
 def external(tmp_path: Path) -> tuple[VersionFolder, Path]:
     """Place a model with its weights in a file; return its folder and that file."""
@@ -43,9 +41,7 @@ def external(tmp_path: Path) -> tuple[VersionFolder, Path]:
         ("FOLDER/m/1/weights.bin", "by an absolute path"),
     ],
 )
-def test_external_data_elsewhere(
-    tmp_path: Path, libraries: dict[str, Path], location: str, message: str
-) -> None:
+def test_external_data_elsewhere(tmp_path: Path, location: str, message: str) -> None:
     place, data = external(tmp_path)
     shutil.copy(data, tmp_path / "outside.bin")
     service_models.point_external(place.path, location.replace("FOLDER", str(tmp_path)))
@@ -53,9 +49,7 @@ def test_external_data_elsewhere(
         load(place, ModelSettings(provider="cpu"), ServerSettings())
 
 
-def test_a_link_that_comes_after_the_check(
-    tmp_path: Path, libraries: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_comes_after_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, data = external(tmp_path)
     libraries_for = loading.libraries_for
 
@@ -134,9 +128,6 @@ def test_nothing_but_twinop_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("twinop.deploy.service.loading.open_session", broken)
     with pytest.raises(ModelError, match="cannot be loaded: out of luck"):
         loaded(tmp_path, service_models.identity("FP32"))
-
-
-# -------------------------------------------------------------------------------------- runs that fail
 
 
 def test_a_refused_request(tmp_path: Path) -> None:

@@ -47,9 +47,7 @@ def test_a_named_library(libraries: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "m" / "liblink.so").symlink_to(elsewhere / "libx.so")
     with pytest.raises(LibraryError, match=f"liblink.so: .* and this one is in {elsewhere}"):
         loaded(tmp_path, service_models.relu(), library=tmp_path / "m/liblink.so")
-    with pytest.raises(
-        LibraryError, match=r"liblink\.so: a symbolic link to .*libx\.so, out of the folder. It"
-    ):
+    with pytest.raises(LibraryError, match=r"liblink\.so: a symbolic link to .*libx\.so, out of the folder"):
         loaded(tmp_path, service_models.relu())
 
 
@@ -109,9 +107,7 @@ def test_models_that_can_be_served(libraries: dict[str, Path], tmp_path: Path) -
 
 
 def test_each_model_that_cannot_be_served_is_told(libraries: dict[str, Path], tmp_path: Path) -> None:
-    good, bad, other = (
-        service_models.place(tmp_path, name, service_models.relu()) for name in ("a", "b", "c")
-    )
+    good, bad, other = (service_models.place(tmp_path, name, service_models.relu()) for name in "abc")
     bad.write_bytes(b"not a model")
     shutil.copy(libraries["custom_relu"], other.parent)
     found = check(tmp_path)
@@ -121,14 +117,9 @@ def test_each_model_that_cannot_be_served_is_told(libraries: dict[str, Path], tm
     assert said.startswith("error: model b: ") and said.count("\nmodel ") == 1
     assert "model c: " in said and "--allow-model-libraries" in said
     assert check(good, "--library-sha256", "0" * 64).exit_code == 1
-    assert (
-        check(tmp_path / "c", "--allow-model-libraries").exit_code == 1
-    )  # a model's folder, not one of models
+    assert check(tmp_path / "c", "--allow-model-libraries").exit_code == 1  # one model's folder
     bad.unlink()
     assert check(tmp_path, "--allow-model-libraries").exit_code == 0
-
-
-# -------------------------------------------------------------------------------- what folders may bring
 
 
 def beside(
@@ -192,9 +183,7 @@ SHA = 'library_sha256 = "%s"'
         ("", "instances = 9\nmax_batch_size = 3\nintra_op_threads = 2", ""),
     ],
 )
-def test_settings_that_only_the_server_may_change(
-    tmp_path: Path, server: str, folder: str, refused: str
-) -> None:
+def test_settings_of_the_server_alone(tmp_path: Path, server: str, folder: str, refused: str) -> None:
     config = tmp_path / "twinop.toml"
     service_models.place(tmp_path, "m", service_models.relu(), settings=folder)
     own = scan(tmp_path)["m"].own
@@ -220,9 +209,7 @@ def test_settings_that_only_the_server_may_change(
 
 
 def test_folders_cannot_change_the_policy(tmp_path: Path) -> None:
-    service_models.place(
-        tmp_path, "m", service_models.relu(), settings="[server]\nallow_model_libraries = true"
-    )
+    where(tmp_path, service_models.relu(), settings="[server]\nallow_model_libraries = true")
     with pytest.raises(SettingsError, match="server: no such setting"):
         read_settings(None, {}).for_model("m", scan(tmp_path)["m"].own)
 

@@ -129,9 +129,7 @@ def one_model(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-def test_profiles_are_written_when_the_service_ends(
-    one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profiles_of_the_service(one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "profiles").mkdir()
     (one_model / "twinop.toml").write_text(
         f"[model.session]\nenable_profiling = true\nprofile_file_prefix = '{tmp_path}/profiles/m'\n"
@@ -147,16 +145,11 @@ def test_profiles_are_written_when_the_service_ends(
     assert any('"op_name" : "CustomRelu"' in each.read_text() for each in profiles)
 
 
-def test_a_settings_file_from_elsewhere(
-    one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_from_elsewhere(one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.toml").write_text("[models.m]\nmax_batch_size = 5\n[server]\ntoken_file = 'token'\n")
     settings = repository_of(monkeypatch, one_model, "--config", str(tmp_path / "mine.toml")).settings
     assert settings.server.token_file == tmp_path / "token"
     assert settings.for_model("m").max_batch_size == 5
-
-
-# -------------------------------------------------------------------------------- the token
 
 
 MODELS, INDEX = "/v2/models", "/v2/repository/index"

@@ -30,9 +30,6 @@ def ask(served: Served, path: str, body: Any, number: str = "") -> Answer:
     return served.ask("POST", path, body, {"x-request-id": number} if number else {})
 
 
-# -------------------------------------------------------------------------------- the log
-
-
 def test_the_line_of_a_failed_run_says_whose_it_was(served: Served, held_file: Path) -> None:
     fits = [tensor(name, "FP32", [1, 2], [1, 2]) for name in "ab"]
     request = pb.ModelInferRequest(model_name="uneven")
@@ -57,9 +54,6 @@ def test_the_line_of_a_failed_run_says_whose_it_was(served: Served, held_file: P
     assert "request_id" not in together and not any("request_ids" in line for line in alone)
     assert sorted(together["request_ids"]) == ["over-grpc", "over-rest"]
     assert sorted(line["request_id"] for line in alone) == ["over-grpc", "over-rest"]
-
-
-# -------------------------------------------------------------------------------- the metrics
 
 
 def test_every_metric_after_good_and_bad_requests(served: Served, held_file: Path) -> None:
