@@ -37,17 +37,8 @@ def run_pytest(marker: str, prefix: list[str], log: Path, extra: list[str]) -> d
     """One pytest run: the counts, the names of what failed or was skipped, and the exit code."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [
-            *prefix,
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            marker,
-            "-q",
-            f"--junitxml={report}",
-            *extra,
-        ]
+        command = [*prefix, sys.executable, "-m", "pytest", "-m", marker, "-q"]
+        command += [f"--junitxml={report}", *extra]
         start = time.monotonic()
         with log.open("w") as stream:
             code = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT).returncode
@@ -60,12 +51,8 @@ def run_pytest(marker: str, prefix: list[str], log: Path, extra: list[str]) -> d
     def name(case: ElementTree.Element) -> str:
         return f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
 
-    failed = [
-        name(case) for case in cases if case.find("failure") is not None or case.find("error") is not None
-    ]
-    skipped = {
-        name(case): skip.get("message", "") for case in cases if (skip := case.find("skipped")) is not None
-    }
+    failed = [name(c) for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    skipped = {name(c): skip.get("message", "") for c in cases if (skip := c.find("skipped")) is not None}
     passed = len(cases) - len(failed) - len(skipped)
     return counts | {"tests": len(cases), "passed": passed, "failed": failed, "skipped": skipped}
 
@@ -136,12 +123,8 @@ def main(
         os.environ["TWINOP_TARGET"] = target
     if kernels:
         only, sanitizers = OF_KERNELS, False
-    facts = {
-        **versions(),
-        "target": target or "the GPU",
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
+    facts = {**versions(), "target": target or "the GPU", "commit": commit}
+    facts["date"] = time.strftime("%Y-%m-%d", time.gmtime())
     runs = {"tests": run_pytest(marker, [], logs / "tests.log", [*parallel, *(only or [])])}
     _write(output, facts, runs)  # whatever becomes of the sanitizers
     if sanitizers:

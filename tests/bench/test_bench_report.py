@@ -58,9 +58,6 @@ def check_png(path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 4000
 
 
-# ------------------------------------------------------------------------------- files
-
-
 def test_a_file_grows_and_the_last_line_about_a_cell_counts(tmp_path: Path) -> None:
     for us in (5e-6, 7e-6):
         measured = Measurements("ops", torch.device("cpu"), tmp_path)
@@ -103,9 +100,6 @@ def test_other_files_are_refused(content: str | None, message: str, tmp_path: Pa
         path.write_text(content)
     with pytest.raises(BenchError, match=message):
         read(path, "ops")
-
-
-# ------------------------------------------------------------------------------- commands
 
 
 def test_report_on_the_cpu(tmp_path: Path) -> None:

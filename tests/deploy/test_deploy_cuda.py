@@ -59,15 +59,8 @@ def test_no_memory_beside_the_tensors(gpu_alone: None) -> None:
 def test_layouts_and_alignment() -> None:
     opened = relu(shape=None)
     base = torch.randn(65, 66, device="cuda")
-    for x in (
-        base.T,
-        base[:, ::2],
-        base[1:, 1:],
-        base.view(-1)[1:],
-        base[:0],
-        base[0, 0],
-        base[3].expand(4, 66),
-    ):
+    views = base.T, base[:, ::2], base[1:, 1:], base.view(-1)[1:], base[:0], base[0, 0], base[3].expand(4, 66)
+    for x in views:
         before = x.clone()
         assert torch.equal(opened.run({"x": x})["y"], torch.relu(x)) and torch.equal(x, before)
 
@@ -91,9 +84,6 @@ def test_sizes_known_only_after_the_run() -> None:
     x = torch.tensor([[0.0, 1, 0, 1]], device="cuda")
     first, second = opened.run({"x": x})["y"], opened.run({"x": 1 - x})["y"]
     assert first.tolist() == [[0, 0], [1, 3]] and second.tolist() == [[0, 0], [0, 2]]
-
-
-# ------------------------------------------------------------------------------------------- streams
 
 
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
@@ -155,9 +145,6 @@ def test_a_failed_run_leaves_the_streams_in_order() -> None:
     torch.testing.assert_close(opened.run({"x": x, "w": x[0]})["y"][:, :4], 0.1 * x)
 
 
-# ------------------------------------------------------------------------------------------- threads
-
-
 def in_threads(count: int, work: Callable[[int], bool]) -> None:
     def one(number: int) -> bool:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -188,9 +175,6 @@ def test_sixteen_threads_with_outputs_of_unknown_shape() -> None:
     in_threads(16, lambda number: checked(opened, number))
 
 
-# ------------------------------------------------------------------------------------------- CUDA graphs
-
-
 def test_cuda_graph_capture_and_replay() -> None:
     opened = session(chain("CustomRelu", 50), CUDA, enable_cuda_graph=True)
     kept = []
@@ -219,12 +203,7 @@ def test_cuda_graphs_from_several_threads() -> None:
     opened = session(chain("CustomRelu", 3), CUDA, enable_cuda_graph=True)
     x = torch.randn(5, 4, device="cuda")
     torch.cuda.synchronize()
-    in_threads(
-        4, lambda number: all(torch.equal(opened.run({"x": x})["y"], torch.relu(x)) for _ in range(20))
-    )
-
-
-# ------------------------------------------------------------------------------------------- memory
+    in_threads(4, lambda _: all(torch.equal(opened.run({"x": x})["y"], torch.relu(x)) for _ in range(20)))
 
 
 def test_pinned_memory_of_queued_runs_is_freed_before_the_session(tmp_path: Path) -> None:
@@ -269,14 +248,9 @@ def test_a_chain_runs_in_place(op_type: str, buffers: int, gpu_alone: None) -> N
     assert buffers - 0.1 < used < buffers + 0.5, used
 
 
-# ------------------------------------------------------------------------------------------- devices
-
-
 def test_a_gpu_tensor_for_a_cpu_session() -> None:
     opened = session(make_model("CustomRelu"), ["CPUExecutionProvider"])
-    with pytest.raises(
-        FeedError, match=r"x is on cuda:0, this session runs on cpu \(asked for\): move it there"
-    ):
+    with pytest.raises(FeedError, match=r"x is on cuda:0, this session runs on cpu \(asked for\): move it"):
         opened.run({"x": torch.ones(2, 4, device="cuda")})
 
 

@@ -86,18 +86,12 @@ def test_tensors_without_readable_memory(relu: Session) -> None:
 def test_tensors_that_lost_their_memory(relu: Session) -> None:
     """FSDP releases storages so. Feeds and the memory of outputs would end the process."""
     x = torch.ones(16, 4)
-    for size, lost in (
-        (0, x.clone()),
-        (100, x.clone()),
-        (0, torch.ones(4, 16).t()),
-        (64, torch.ones(32, 4)[16:]),
-    ):
+    whole, wide = torch.ones(4, 16).t(), torch.ones(32, 4)[16:]
+    for size, lost in ((0, x.clone()), (100, x.clone()), (0, whole), (64, wide)):
         lost.untyped_storage().resize_(size)
         with pytest.raises(FeedError, match="input x has lost its memory: .* as FSDP does. Gather it"):
             relu.run({"x": lost})
-        with pytest.raises(
-            FeedError, match="the memory of output y (has lost its|is a torch tensor .* contiguous)"
-        ):
+        with pytest.raises(FeedError, match="the memory of output y (has lost its|is a torch tensor)"):
             relu.run({"x": x}, {"y": lost})
     empty = torch.ones(0, 4)
     empty.untyped_storage().resize_(0)
@@ -126,9 +120,7 @@ def test_what_a_kernel_refuses_is_one_message() -> None:
     for x in (np.ones((2, 4), np.float32), torch.ones(2, 4)):
         with pytest.raises(RunError) as error:
             opened.run({"x": x})
-        assert str(error.value).startswith(
-            "CustomPadAffine node 'node' (CPU): custom_domain::pad_affine(x: float32[2, 4]"
-        )
+        assert str(error.value).startswith("CustomPadAffine node 'node' (CPU): custom_domain::pad_affine(x: ")
         assert "pads must be two numbers >= 0" in str(error.value)
 
 
@@ -150,10 +142,8 @@ KINDS: dict[str, Callable[[np.ndarray], Any]] = {"numpy": np.asarray, "torch": t
 def padded(request: pytest.FixtureRequest) -> Session:
     """y = mask."""
     kind = request.param
-    model = onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["": 20]> g ({kind}[B, T] mask) => ({kind}[B, T] y) '
-        "{ y = Identity(mask) }"
-    )
+    text = f"({kind}[B, T] mask) => ({kind}[B, T] y) {{ y = Identity(mask) }}"
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20]> g {text}')
     onnx.helper.set_model_props(model, {RIGHT_PADDED: "mask"})
     return session(model, ["CPUExecutionProvider"])
 

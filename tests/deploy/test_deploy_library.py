@@ -57,13 +57,8 @@ def test_a_library_beside_the_model_needs_permission(libraries: dict[str, Path],
     np.testing.assert_array_equal(opened.run({"x": X})["y"], np.maximum(X, 0))
 
 
-@pytest.mark.parametrize(
-    ("length", "cause"),
-    [(5000, "the file is damaged or cut short"), (0, "not a shared library (ELF file)")],
-)
-def test_a_damaged_library_beside_the_model_is_an_error(
-    length: int, cause: str, libraries: dict[str, Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("length", "cause"), [(5000, "the file is damaged"), (0, "not a shared library")])
+def test_a_damaged_library(length: int, cause: str, libraries: dict[str, Path], tmp_path: Path) -> None:
     """Though a sound one lies beside it, and in the build folder."""
     path = tmp_path / "model.onnx"
     path.write_bytes(make_model("CustomRelu").SerializeToString())
@@ -84,16 +79,10 @@ def test_a_damaged_library_beside_the_model_is_an_error(
 def test_no_library_has_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError) as error:
         session(make_model("CustomNothing"))
-    assert "no library has custom_domain::CustomNothing, and the model has no function body" in str(
-        error.value
-    )
-    assert "libcustom_relu.so (CustomRelu)" in str(error.value) and "name the library (library=)" in str(
-        error.value
-    )
+    assert "no library has custom_domain::CustomNothing, and the model has no function" in str(error.value)
+    assert "libcustom_relu.so (CustomRelu)" in str(error.value) and "name the library" in str(error.value)
     only_these(monkeypatch, tmp_path)
-    with pytest.raises(
-        ModelError, match=f"Found: no library. Searched: {tmp_path}. Build it with ./build.sh"
-    ):
+    with pytest.raises(ModelError, match=f"Found: no library. Searched: {tmp_path}. Build it"):
         session(make_model("CustomRelu"))
 
 
@@ -106,9 +95,7 @@ def test_a_library_that_was_passed_over_is_named(
         session(make_model("CustomRelu"))
 
 
-def test_a_model_that_needs_two_libraries(
-    libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_libraries(libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for stem in ("custom_relu", "test_ops"):
         shutil.copy(libraries[stem], tmp_path)
     only_these(monkeypatch, tmp_path)
@@ -120,9 +107,6 @@ def test_a_model_that_needs_two_libraries(
     assert "twinop_add_library(my_ops DOMAIN custom_domain OPS twinop_op_pad_affine twinop_op_relu)" in text
     with pytest.raises(ModelError, match="'pad' .*the library has no such op"):
         session(two_library_model(), library=libraries["custom_relu"])
-
-
-# ------------------------------------------------------------------------------------------- unusable ones
 
 
 def test_a_library_without_the_adapter(libraries: dict[str, Path], tmp_path: Path) -> None:
@@ -138,9 +122,8 @@ def test_a_library_without_the_adapter(libraries: dict[str, Path], tmp_path: Pat
 def test_a_library_that_the_loader_refuses(libraries: dict[str, Path], tmp_path: Path) -> None:
     """Records and symbol name in place, but a library that it links is not there."""
     path = tmp_path / "libcustom_relu.so"
-    path.write_bytes(
-        libraries["custom_relu"].read_bytes().replace(b"libstdc++.so.6\0", b"libmissing.so.6"[:14] + b"\0")
-    )
+    data = libraries["custom_relu"].read_bytes()
+    path.write_bytes(data.replace(b"libstdc++.so.6\0", b"libmissing.so.\0"))
     with pytest.raises(LibraryError, match="libcustom_relu.so: ONNX Runtime cannot load it: .*libmissing.so"):
         session(make_model("CustomRelu"), library=path)
 
@@ -148,9 +131,6 @@ def test_a_library_that_the_loader_refuses(libraries: dict[str, Path], tmp_path:
 def test_true_is_no_library() -> None:
     with pytest.raises(LibraryError, match="library=True: pass a path, None to look"):
         session(make_model("CustomRelu"), library=True)
-
-
-# ------------------------------------------------------------------------------------------- twice
 
 
 def test_session_options_that_have_a_library_already(libraries: dict[str, Path]) -> None:
@@ -176,9 +156,6 @@ def test_session_options_are_used_once(libraries: dict[str, Path]) -> None:
     np.testing.assert_array_equal(again.run({"x": X})["y"], np.maximum(X, 0))
 
 
-# -------------------------------------------------------------------------------- plain onnxruntime
-
-
 X = np.array([[-1, 2, -3, 4], [5, -6, 7, -8]], np.float32)
 
 
@@ -186,9 +163,7 @@ def plain(graph: onnx.ModelProto, library: Path) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.register_custom_ops_library(str(library))
-    return onnxruntime.InferenceSession(
-        graph.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    return onnxruntime.InferenceSession(graph.SerializeToString(), options, ["CPUExecutionProvider"])
 
 
 def failure(graph: onnx.ModelProto, library: Path, feeds: Mapping[str, Any] | None = None) -> str:
@@ -227,9 +202,7 @@ def test_overlapping_buffers(offset: int, libraries: dict[str, Path]) -> None:
     binding.bind_output("y", "cpu", 0, np.float32, [2, 4], address + offset)
     with pytest.raises(Exception) as error:
         opened.run_with_iobinding(binding)
-    assert "custom_domain::relu(x: float32[2, 4]): output y overlaps the memory of input x" in str(
-        error.value
-    )
+    assert "custom_domain::relu(x: float32[2, 4]): output y overlaps the memory of" in str(error.value)
     assert "CustomRelu node 'node' (CPU)" in str(error.value) and memory.sum() == 64, "nothing was written"
 
 

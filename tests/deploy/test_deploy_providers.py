@@ -52,23 +52,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 NO_CUDA: dict[str, Any] = {"runtime_has_cuda": False, "installed_wheels": ["onnxruntime"]}
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "no driver": (
-        {"driver_version": None},
-        ["no NVIDIA driver: libcuda.so.1 cannot be loaded. In a container, start it with --gpus all"],
-    ),
+    "no driver": ({"driver_version": None}, ["no NVIDIA driver: libcuda.so.1 cannot be loaded. "]),
     "no GPU": ({"device_count": (0, "")}, ["no NVIDIA GPU"]),
-    "driver too old": (
-        {"driver_version": 12040},
-        ["the NVIDIA driver is too old: it serves CUDA 12.4, this ONNX Runtime needs CUDA 13.0"],
-    ),
+    "driver too old": ({"driver_version": 12040}, ["the NVIDIA driver is too old: it serves CUDA 12.4, "]),
     "driver broken": (
         {"device_count": (0, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")},
         ["the NVIDIA driver does not start: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH. Check with nvidia-smi"],
     ),
-    "CPU wheel": (
-        NO_CUDA,
-        ["the installed wheel is onnxruntime). pip uninstall onnxruntime onnxruntime-gpu, then pip install"],
-    ),
+    "CPU wheel": (NO_CUDA, ["pip uninstall onnxruntime onnxruntime-gpu, then pip install"]),
     "both wheels": (
         {"runtime_has_cuda": False, "installed_wheels": ["onnxruntime", "onnxruntime-gpu"]},
         ["the installed wheel is onnxruntime and onnxruntime-gpu). pip uninstall onnxruntime"],
@@ -80,21 +71,13 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             f"'onnxruntime-gpu[cuda,cudnn]=={onnxruntime.__version__}'"
         ],
     ),
-    "library without CUDA": (
-        {"archs": "none"},
-        ["libcustom_relu.so was built without CUDA: its nodes would run on the CPU"],
-    ),
+    "library without CUDA": ({"archs": "none"}, ["libcustom_relu.so was built without CUDA: its nodes"]),
     "library for another GPU": (
         {"archs": "100"},
         ["has GPU code for 100, and device 0 has compute capability 90. Build it with TWINOP_CUDA_ARCHS=90"],
     ),
     "everything": (
-        {
-            "driver_version": None,
-            "runtime_has_cuda": False,
-            "installed_wheels": ["onnxruntime"],
-            "archs": "none",
-        },
+        NO_CUDA | {"driver_version": None, "archs": "none"},
         ["no NVIDIA driver", "wheel is onnxruntime", "was built without CUDA"],
     ),
 }
@@ -130,9 +113,7 @@ def test_cuda_that_onnx_runtime_drops_silently_is_an_error(machine: Machine) -> 
             session(MODEL, providers=providers)
         assert "could not start it" in str(error.value)
         assert "would use CPUExecutionProvider instead. Nothing was run" in str(error.value)
-    with pytest.warns(
-        RuntimeWarning, match="the CPU is used, not the GPU: ONNX Runtime could not start CUDA"
-    ):
+    with pytest.warns(RuntimeWarning, match="the CPU is used, not the GPU: ONNX Runtime could not start"):
         opened = session(MODEL)
     assert opened.device == "cpu" and opened.stream is None and "could not start CUDA" in opened.reason
 
@@ -176,9 +157,7 @@ def test_which_gpu_a_library_has_code_for(archs: str, capability: int, served: b
 
 def test_cuda_graphs_need_cuda(machine: Machine) -> None:
     machine(driver_version=None)
-    with pytest.raises(
-        ProviderError, match="enable_cuda_graph needs CUDA, which is not used here: no NVIDIA driver"
-    ):
+    with pytest.raises(ProviderError, match="enable_cuda_graph needs CUDA, .*: no NVIDIA driver"):
         session(MODEL, enable_cuda_graph=True)
 
 
@@ -202,13 +181,8 @@ def test_onnx_runtime_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             session(MODEL, providers=providers)
 
 
-# ------------------------------------------------------------------------------------------- the probes
-
-
 @pytest.mark.parametrize("info, has_cuda", [(", cuda-plugin-ep=0.3.1, build", True), ("", False)])
-def test_the_cuda_provider_may_be_a_plugin(
-    info: str, has_cuda: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_provider_may_be_a_plugin(info: str, has_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_build_info", lambda: f"ORT Build Info: git-branch=HEAD{info}")
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
     assert cuda.runtime_has_cuda() == has_cuda
@@ -229,13 +203,8 @@ def test_missing_libraries_are_found_by_name(
     assert cuda.missing_libraries() == []
 
 
-# ------------------------------------------------------------------------------------------- without torch
-
-
 def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=280
-    )
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
 
 
 def test_without_torch(tmp_path: Path) -> None:
@@ -259,7 +228,4 @@ def test_importing_the_folder_is_refused() -> None:
     for code in ("import deploy", "from deploy import session", "import deploy.serve"):
         result = python(f"import sys\nsys.path.insert(0, {str(root)!r})\n{code}", root)
         assert result.returncode == 1
-        assert (
-            "ImportError: import twinop.deploy, not deploy: put the repository root on PYTHONPATH"
-            in result.stderr
-        )
+        assert "ImportError: import twinop.deploy, not deploy: put the repository root" in result.stderr

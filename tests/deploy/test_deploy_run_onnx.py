@@ -39,10 +39,8 @@ def test_relu(dtype: str, libraries: dict[str, Path], tmp_path: Path) -> None:
     lines = result.output.splitlines()
     # The console breaks lines at spaces, and the library's path may have some.
     assert "".join(f"registered {libraries['custom_relu']}".split()) in "".join(result.output.split())
-    assert any(
-        "node" in line and "CustomRelu" in line and "custom_domain" in line and "CPU" in line
-        for line in lines
-    )
+    said = "node", "CustomRelu", "custom_domain", "CPU"
+    assert any(all(each in line for each in said) for line in lines)
     assert any("y" in line and f"{dtype}[4, 4]" in line and "CPU" in line and "yes" in line for line in lines)
 
 
@@ -67,9 +65,7 @@ def test_an_op_without_a_cpu_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     weights = {"w": np.eye(4, dtype=np.float32)}
     product = model([node("CustomLinear", ["x", "w"])], inputs, outputs, initializers=weights)
     for scale, code, verdict in (1, 0, "yes"), (1 + 1e-6, 0, "- (no CPU kernel"), (1.01, 1, "NO, no CPU"):
-        monkeypatch.setitem(
-            CPU_FUNCTIONS, "linear", lambda *args, scale=scale, **kw: scale * linear(*args, **kw)
-        )
+        monkeypatch.setitem(CPU_FUNCTIONS, "linear", lambda *args, by=scale, **kw: by * linear(*args, **kw))
         result = run_command(product, tmp_path, "--provider", "cpu")
         assert result.exit_code == code and f"CPU    │ {verdict}" in result.output, result.output
 
@@ -78,11 +74,8 @@ def test_bits_are_compared_not_values() -> None:
     import torch
 
     zero, nan = torch.zeros(3), torch.full((3,), float("nan"))
-    assert (
-        node_parity.compare_bits(zero, zero.clone())
-        == (True, "")
-        == node_parity.compare_bits(nan, nan.clone())
-    )
+    for each in (zero, nan):
+        assert node_parity.compare_bits(each, each.clone()) == (True, "")
     assert node_parity.compare_bits(zero, -zero) == (False, "3 of 3 elements differ, by up to 0")
     other = (nan.view(torch.int32) ^ 1).view(torch.float32)
     assert node_parity.compare_bits(nan, other)[0] is False
@@ -112,9 +105,8 @@ def test_nodes_in_subgraphs_and_bodies(tmp_path: Path) -> None:
     other = helper.make_graph([node("CustomRelu", ["x"], ["e"], "inside")], "else", [], [value("e")])
     choice = node("If", ["c"], ["y"], "if", "", then_branch=then, else_branch=other)
     result = run_command(model([choice], [value("x"), value("c", "bool", ())], [value("y")]), tmp_path)
-    assert result.exit_code == 0 and any(
-        "inside" in line and "CPU" in line for line in result.output.splitlines()
-    )
+    assert result.exit_code == 0
+    assert any("inside" in line and "CPU" in line for line in result.output.splitlines())
 
 
 def test_a_large_model_is_summed_up(tmp_path: Path) -> None:
@@ -155,9 +147,7 @@ def test_only_libraries_that_nodes_use_are_named(tmp_path: Path, libraries: dict
     assert "libcustom_relu.so" in registered and "other_ops" not in registered
 
 
-def test_an_op_that_needs_a_gpu_in_torch_is_not_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_op_that_torch_has_on_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an op of Triton, whose body runs in ONNX Runtime on the CPU: its module is not imported."""
     monkeypatch.setattr("twinop.torch_op.registry.runs_on_cpu", lambda record: False)
     result = run_command(make_model("CustomRelu"), tmp_path, "--provider", "cpu")
@@ -167,9 +157,8 @@ def test_an_op_that_needs_a_gpu_in_torch_is_not_compared(
 
 def typed(inputs: str, outputs: str, nodes: str) -> onnx.ModelProto:
     opsets = '["": 20, "ai.onnx.ml": 3, "custom_domain": 1]'
-    return onnx.parser.parse_model(
-        f"<ir_version: 9, opset_import: {opsets}> g ({inputs}) => ({outputs}) {{ {nodes} }}"
-    )
+    text = f"g ({inputs}) => ({outputs}) {{ {nodes} }}"
+    return onnx.parser.parse_model(f"<ir_version: 9, opset_import: {opsets}> {text}")
 
 
 def of_maps() -> onnx.ModelProto:
@@ -219,10 +208,8 @@ def test_what_is_said(graph: onnx.ModelProto, options: str, code: int, said: str
 
 def test_sizes_of_4_that_the_model_refuses(tmp_path: Path) -> None:
     """Others are found as `twinop optimize` finds them, unless sizes are asked for."""
-    inputs, nodes = (
-        "float[B, P, 8] p, float[B, S, 8] x, float[B, T, 8] m",
-        "c = Concat <axis = 1> (p, x) y = Add (c, m)",
-    )
+    inputs = "float[B, P, 8] p, float[B, S, 8] x, float[B, T, 8] m"
+    nodes = "c = Concat <axis = 1> (p, x) y = Add (c, m)"
     graph = typed(inputs, "float[B, T, 8] y", nodes)
     for each in (*graph.graph.input, *graph.graph.output):
         for dim in each.type.tensor_type.shape.dim:
@@ -240,9 +227,6 @@ def test_a_model_that_onnx_runtime_breaks(tmp_path: Path) -> None:
     said = " ".join(result.output.split())
     assert result.exit_code == 0 and "output y: float32[4, " in said, said
     assert "fails when it optimizes this model, so it ran without these" in said
-
-
-# ------------------------------------------------------------------------------------------- as a script
 
 
 def script(*arguments: object, cwd: Path = Path("/")) -> subprocess.CompletedProcess[str]:

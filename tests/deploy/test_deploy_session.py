@@ -18,8 +18,6 @@ from twinop.deploy import FeedError, RunError, Session, session
 from twinop.deploy.torch_binding import TensorRunner
 from twinop.record.dtypes import FLOATING
 
-# ------------------------------------------------------------------------------------------- numpy
-
 
 @pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("shape", [(3, 4), (0, 4)])
@@ -57,11 +55,8 @@ def test_numpy_other_types() -> None:
     got = copying(s="str", b="bool").run({"s": s, "b": b})
     assert got["s_out"].tolist() == ["a", "bc"] and got["b_out"].tolist() == [True, False]
     got = copying(f="float8_e4m3fn", b="bool").run({"f": f, "b": b})
-    assert (
-        got["f_out"].dtype == f.dtype
-        and got["f_out"].tolist() == [1, -2]
-        and got["b_out"].tolist() == [True, False]
-    )
+    assert got["f_out"].dtype == f.dtype and got["f_out"].tolist() == [1, -2]
+    assert got["b_out"].tolist() == [True, False]
     with pytest.raises(FeedError, match="from numpy only in models without bfloat16 and 8-bit floats"):
         copying(f="float8_e4m3fn", s="str").run({"f": f, "s": s})
 
@@ -115,11 +110,8 @@ def test_sixteen_threads_on_one_session() -> None:
 
 
 def test_executed_on_reads_the_profile() -> None:
-    nodes = [
-        node("CustomRelu", ["x"], ["a"], "named"),
-        node("Neg", ["a"], ["b"], "neg", ""),
-        node("CustomRelu", ["b"], name=""),
-    ]
+    nodes = [node("CustomRelu", ["x"], ["a"], "named"), node("Neg", ["a"], ["b"], "neg", "")]
+    nodes.append(node("CustomRelu", ["b"], name=""))
     opened = session(model(nodes, [value("x")], [value("y")]), profile=True)
     for _ in range(3):
         opened.run({"x": np.ones((1, 4), np.float32)})
@@ -145,9 +137,6 @@ def test_nothing_is_left_behind_by_a_profile(tmp_path: Any, monkeypatch: pytest.
     opened.executed_on()
     del opened
     assert not list(tmp_path.iterdir())
-
-
-# -------------------------------------------------------------------------------- torch tensors, in place
 
 
 @pytest.mark.parametrize("dtype", FLOATING)

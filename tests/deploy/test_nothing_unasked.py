@@ -26,9 +26,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_children_take_no_module_of_the_current_folder(
-    hostile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_take_no_module_of_this_folder(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from twinop.deploy import ort_process, ort_runs, registration, session
 
     monkeypatch.syspath_prepend("")  # as in a notebook

@@ -151,13 +151,9 @@ def test_functions_read_them() -> None:
 
 def test_external_data_is_read_by_the_other_process(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"\0" * 20 + W.tobytes() + np.float32(2).tobytes())
-    shape, at = ir.Shape([N, N]), tmp_path / "data"
-    large = ir.ExternalTensor(
-        "data", 20, W.nbytes, ir.DataType.FLOAT, shape=shape, name="w", base_dir=tmp_path
-    )
-    small = ir.ExternalTensor(
-        at, 20 + W.nbytes, 4, ir.DataType.FLOAT, shape=ir.Shape([]), name="s", base_dir=tmp_path
-    )
+    shape, at, kind = ir.Shape([N, N]), tmp_path / "data", ir.DataType.FLOAT
+    large = ir.ExternalTensor("data", 20, W.nbytes, kind, shape=shape, name="w", base_dir=tmp_path)
+    small = ir.ExternalTensor(at, 20 + W.nbytes, 4, kind, shape=ir.Shape([]), name="s", base_dir=tmp_path)
     weight, scale, x = ir.Value(name="w", const_value=large), ir.Value(name="s", const_value=small), x_value()
     scaled = ir.node("Mul", [weight, scale])
     model = model_of([scaled, ir.node("MatMul", [x, scaled.outputs[0]])], [weight, scale], [x])

@@ -11,9 +11,7 @@ class Elf:
         with path.open("rb") as file:
             found = ELFFile(file)
             self.sections: dict[str, Any] = {each.name: each for each in found.iter_sections()}
-            self._data = {
-                name: each.data() for name, each in self.sections.items() if each["sh_type"] != "SHT_NOBITS"
-            }
+            self._data = {name: s.data() for name, s in self.sections.items() if s["sh_type"] != "SHT_NOBITS"}
             self.dynamic_symbols, self.symbols = (
                 list(self.sections[name].iter_symbols()) if name in self.sections else []
                 for name in (".dynsym", ".symtab")

@@ -67,12 +67,8 @@ def make_model(
     else:
         outputs = [value("y", dtype, shape if op_type == "CustomRelu" else None)]
     only = node(op_type, inputs, [each.name for each in outputs], **attributes)
-    return model(
-        [only],
-        [value(name, dtype, shape) for name in dict.fromkeys(inputs) if name],
-        outputs,
-        metadata=metadata,
-    )
+    given = [value(name, dtype, shape) for name in dict.fromkeys(inputs) if name]
+    return model([only], given, outputs, metadata=metadata)
 
 
 def chain(op_type: str, length: int, dtype: str = "float32", shape: Shape = ROWS) -> onnx.ModelProto:

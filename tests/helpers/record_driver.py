@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from made_once import made_once
 
@@ -58,14 +59,8 @@ class Driver:
     """Asks the process; every question is one line, every answer too."""
 
     def __init__(self, **env: str) -> None:
-        self.process = subprocess.Popen(
-            [program()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            env=os.environ | env,
-        )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self.process = subprocess.Popen([program()], env=os.environ | env, **pipes)
         atexit.register(self.process.kill)
 
     def ask(self, *fields: str) -> str:

@@ -107,10 +107,8 @@ class Service:
     def ask(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Asks over HTTP and over gRPC, which give the same bits, and returns the outputs."""
         answers = []
-        for protocol, port in (
-            (tritonclient.http, self.served.http_port),
-            (tritonclient.grpc, self.served.grpc_port),
-        ):
+        http, grpc = (tritonclient.http, self.served.http_port), (tritonclient.grpc, self.served.grpc_port)
+        for protocol, port in (http, grpc):
             with protocol.InferenceServerClient(f"127.0.0.1:{port}") as client:
                 inputs = []
                 for name, array in feeds.items():
@@ -182,8 +180,6 @@ class User:
         for name, text in files.items():
             (self.folder / f"{name}.py").write_text(text)
 
-    # ---------------------------------------------------------------------------- an op of one's own
-
     def makes(self, name: str, kind: str = "elementwise") -> None:
         """`twinop new`, and goes into the folder."""
         self.twinop("new", name, "--kind", kind)
@@ -211,8 +207,6 @@ class User:
         few = f"float32 and ({some}) or test_{self.folder.name}"
         said = self.twinop("test", *([] if self.has_time else ["-k", few]))
         assert re.search(r"\d+ passed", said) and "failed" not in said, said
-
-    # ---------------------------------------------------------------------------- a model
 
     def trains(self) -> None:
         """Two steps: the loss falls, and each gradient is that of standard operators in fp64."""
@@ -245,13 +239,9 @@ class User:
         """The inputs, in the types of a model."""
         given = np.load(self.folder / "inputs.npz")
         inputs = onnx.load(self.folder / file).graph.input
-        dtypes = {
-            each.name: onnx.helper.tensor_dtype_to_np_dtype(each.type.tensor_type.elem_type)
-            for each in inputs
-        }
+        kinds = {each.name: each.type.tensor_type.elem_type for each in inputs}
+        dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in kinds.items()}
         return {name: given[name].astype(dtype) for name, dtype in dtypes.items()}
-
-    # ---------------------------------------------------------------------------- the service
 
     @contextmanager
     def serves(self, models: str, *options: str) -> Iterator[Service]:
@@ -286,9 +276,6 @@ class User:
         assert (packed / "twinop-pack.json").is_file()
         [command] = re.findall(r"^twinop serve (.*)$", said, re.MULTILINE)
         return command.split()
-
-
-# -------------------------------------------------------------------------------- what is in a file
 
 
 @dataclass

@@ -47,9 +47,6 @@ def test_a_library_in_c() -> None:
     assert "test_c::negate(x: float32[3]): times is 0: nothing is left to negate" in lines[1]
 
 
-# ---------------------------------------------------------------------------------------- versions
-
-
 def test_a_library_of_another_version() -> None:
     """Both adapters refuse a library of another version."""
     path = c_library("other_version", "-DTABLE_VERSION=7")
@@ -78,9 +75,6 @@ def test_a_library_without_the_function(tmp_path: Path) -> None:
     )
     expected = "it has no function twinop_library, which torch needs. Build it again with this twinop"
     assert in_torch(code, path) == f"{path}: {expected}\n"
-
-
-# ---------------------------------------------------------------------------------------- calls
 
 
 def ops_of(library: Path) -> list[Any]:

@@ -48,9 +48,6 @@ def test_size() -> None:
     assert library.path.stat().st_size <= 2 * 2**20 + (archs - 1) * 2**19
 
 
-# ---------------------------------------------------------------------------- several in one process
-
-
 def test_two_ort_libraries_in_one_process() -> None:
     """Each session runs the kernels of its own library; a third one holds other ops."""
     record = read_library(find_library("custom_relu")).records["relu"]

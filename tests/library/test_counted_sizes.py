@@ -62,9 +62,7 @@ DEFECTS: list[tuple[str, dict[str, torch.Tensor], int, str]] = [
 
 
 @pytest.mark.parametrize(("name", "inputs", "error", "said"), DEFECTS)
-def test_a_kernel_that_counts_wrong_is_named(
-    name: str, inputs: dict[str, torch.Tensor], error: int, said: str, ops: Any, library: Path
-) -> None:
+def test_wrong_counts(name: str, inputs: Any, error: int, said: str, ops: Any, library: Path) -> None:
     with pytest.raises(RuntimeError, match=rf"test\.counted::{name}\(x: .*{said}: a defect of the kernel"):
         getattr(ops, name)(*inputs.values(), error)
     record = read_library(library).records[name]
@@ -80,9 +78,8 @@ def test_a_kernel_that_counts_wrong_is_named(
 
 def test_a_node_omits_an_output(library: Path) -> None:
     node = helper.make_node("CustomPositive", ["x"], ["y", "", "total"], domain="test.counted")
-    session = deploy.session(
-        model([node], {"x": FLOAT}, {"y": FLOAT, "total": INT64}, test__counted=1), CPU, library
-    )
+    proto = model([node], {"x": FLOAT}, {"y": FLOAT, "total": INT64}, test__counted=1)
+    session = deploy.session(proto, CPU, library)
     for x in (X, -X, X[:0]):
         found = session.run({"x": x.numpy()})
         assert found["y"].tolist() == x[x > 0].tolist() and found["total"].tolist() == [len(found["y"])]
@@ -93,9 +90,6 @@ def test_cuda_graphs_are_refused_when_the_session_is_made(library: Path) -> None
     proto = model([node], {"x": FLOAT}, {"y": FLOAT, "i": INT64, "t": INT64}, test__counted=1)
     with pytest.raises(deploy.ModelError, match=r"'found'.*are data-dependent.*without enable_cuda_graph"):
         deploy.session(proto, CPU, library, enable_cuda_graph=True)
-
-
-# ------------------------------------------------------------------------------ torch
 
 
 def chain(x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -137,9 +131,6 @@ def test_the_bound_is_in_the_graph(ops: Any) -> None:
 def test_vmap_is_refused(ops: Any) -> None:
     with pytest.raises(RecordError, match=r"positive has data-dependent output shapes.*without vmap"):
         torch.vmap(ops.positive)(X)
-
-
-# ------------------------------------------------------------------------------ export
 
 
 class Chain(torch.nn.Module):

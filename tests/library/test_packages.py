@@ -58,9 +58,7 @@ def test_a_package_is_imported_only_for_its_domain(site: Path) -> None:
     cube_package(site)
     assert find_library_of("test_cube") == str(site / "test_cube/libtest_cube.so")
     package = package_of("broken")
-    assert (
-        package is not None and package.requirement == "broken-ops==2.0" and "broken_ops" not in sys.modules
-    )
+    assert package and package.requirement == "broken-ops==2.0" and "broken_ops" not in sys.modules
     with pytest.raises(LibraryError) as caught:
         find_library_of("broken")
     assert str(caught.value).startswith(
@@ -136,9 +134,7 @@ def test_what_lies_in_build_is_not_loaded_because_it_lies_there(site: Path, tmp_
     refused += refusals()
     for said in refused:
         assert f"{built.parent} (not libother_ops.so, which twinop build did not put there)" in said
-    np.testing.assert_array_equal(
-        deploy.session(negate_model("other.ops"), CPU, built).run({"x": X})["y"], -X
-    )
+    assert (deploy.session(negate_model("other.ops"), CPU, built).run({"x": X})["y"] == -X).all()
 
 
 def test_twinops_own_domain_is_not_looked_for_in_a_project(site: Path) -> None:
@@ -161,15 +157,12 @@ def test_no_library_of_a_domain(site: Path) -> None:
 def test_the_model_names_the_missing_package(site: Path) -> None:
     model = negate_model("none.such")
     model.metadata_props.add(key=package_key("none.such"), value="other-ops==0.3")
-    with pytest.raises(
-        ModelError, match="Build it .twinop build., pip install other-ops==0.3, or name the library"
-    ):
+    with pytest.raises(ModelError, match="Build it .*, pip install other-ops==0.3, or name the library"):
         deploy.session(model, CPU)
     body = onnx.helper.make_node("Neg", ["x"], ["y"])
     opsets = [onnx.helper.make_opsetid("", 20)]
-    model.functions.append(
-        onnx.helper.make_function("none.such", "CustomNegate", ["x"], ["y"], [body], opsets)
-    )
+    function = onnx.helper.make_function("none.such", "CustomNegate", ["x"], ["y"], [body], opsets)
+    model.functions.append(function)
     del model.graph.node[0].attribute[:]
     with pytest.warns(RuntimeWarning, match="slower: pip install other-ops==0.3, or name the library"):
         deploy.session(model, CPU)

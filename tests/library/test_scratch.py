@@ -12,9 +12,8 @@ from twinop import torch_op
 from twinop.libraries.library import find_library, read_library
 
 LIBRARY = find_library("custom_ops")
-SCRATCH = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.POINTER(Call), ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(Error)
-)
+BYTES = ctypes.POINTER(ctypes.c_int64)
+SCRATCH = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(Call), BYTES, ctypes.POINTER(Error))
 TYPES = {"float32": 1, "float16": 2, "float64": 4}
 MIB = 1 << 20
 needs_cuda_build = pytest.mark.skipif(
@@ -58,14 +57,8 @@ def test_only_wide_rows_keep_their_statistics(name: str, dtype: str) -> None:
 
 
 def swiglu(m: int, n: int, k: int, dtype: str = "float16", **given: Any) -> int:
-    attributes = {
-        "activation": "silu",
-        "layout": "nk",
-        "invariant": 0,
-        "rms_eps": 0.0,
-        "few_rows": 32,
-    } | given
-    return scratch("linear_swiglu", dtype, [(m, k), (n, k)], list(attributes.values()))
+    defaults = {"activation": "silu", "layout": "nk", "invariant": 0, "rms_eps": 0.0, "few_rows": 32}
+    return scratch("linear_swiglu", dtype, [(m, k), (n, k)], list((defaults | given).values()))
 
 
 @needs_cuda_build

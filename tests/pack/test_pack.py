@@ -39,9 +39,6 @@ def settings_of(repo: Path) -> ModelSettings:
     return read_settings(None, {}).for_model("custom_relu", scan(repo / "models")["custom_relu"].own)
 
 
-# -------------------------------------------------------------------------------- the folder
-
-
 def test_folder(tmp_path: Path, libraries: dict[str, Path]) -> None:
     repo, said = packed(tmp_path, library=[libraries["custom_relu"]], gpu=False)
     assert files(repo) == {
@@ -92,9 +89,6 @@ def test_names(tmp_path: Path) -> None:
     assert (repo / "models/2_Towers.v3/twinop.toml").is_file()
 
 
-# -------------------------------------------------------------------------------- external data
-
-
 def test_data_files_are_copied(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     data = save_external(mlp(4, 4, custom=False), path)
@@ -104,9 +98,6 @@ def test_data_files_are_copied(tmp_path: Path) -> None:
     point_external(path, "../outside.bin")
     with pytest.raises(ModelError, match="outside of its folder"):
         pack(Options(path, tmp_path / "repo", force=True))
-
-
-# -------------------------------------------------------------------------------- what is refused
 
 
 def nothing_written(folder: Path) -> bool:
@@ -163,9 +154,6 @@ def test_gpu_without_gpu_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         read_contents(Options(saved(tmp_path, relu()), tmp_path / "repo", gpu=True))
 
 
-# -------------------------------------------------------------------------------- overwriting
-
-
 def test_only_force_replaces_and_only_what_was_packed(tmp_path: Path) -> None:
     repo, _ = packed(tmp_path)
     (repo / "mine.txt").write_text("added later")
@@ -208,9 +196,6 @@ def test_failure_while_writing_leaves_the_old_folder(tmp_path: Path, monkeypatch
         packed(tmp_path, force=True)
     assert files(repo) == before
     assert {path.name for path in tmp_path.iterdir()} == {"repo", "custom_relu.onnx"}
-
-
-# -------------------------------------------------------------------------------- the command
 
 
 def test_command(tmp_path: Path) -> None:

@@ -19,9 +19,6 @@ REQUIREMENTS, SERVING = ROOT / "requirements", ROOT / "examples/serving"
 DOCKERFILE = (SERVING / "Dockerfile").read_text()
 
 
-# -------------------------------------------------------------------------------- the image's Python
-
-
 def requirements(device: str) -> dict[str, str]:
     """The version of each package in the image."""
     lines = (SERVING / f"requirements-{device}.txt").read_text().splitlines()[1:]

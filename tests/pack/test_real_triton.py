@@ -116,13 +116,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory, libraries: dict[str, Pa
     folder = tmp_path_factory.mktemp("repository")
     options: dict[str, Any] = {"joined": {"max_batch_size": 16}, "on_gpu": {"gpu": True}}
     for name in ("plain", "joined", *FAILING):
-        repo, said = packed(
-            tmp_path_factory.mktemp(name),
-            models.relu(),
-            name=name,
-            triton=True,
-            **{"gpu": False} | options.get(name, {}),
-        )
+        given: Any = {"name": name, "triton": True, "gpu": False} | options.get(name, {})
+        repo, said = packed(tmp_path_factory.mktemp(name), models.relu(), **given)
         shutil.copytree(repo / "models", folder, dirs_exist_ok=True)
         if name != "unmounted":  # as if the repository were mounted where its files say
             config = folder / name / "config.pbtxt"

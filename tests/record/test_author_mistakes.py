@@ -71,25 +71,13 @@ MISTAKES = [
     (ROWWISE, [('.rows("-1")', "")], "the record of a row-wise op has .rows(...)"),
     (ROWWISE, [(" Term(", " Terms(")], "each phase has `Values<T, N> Term(Phase<i>, "),
     (ROWWISE, [(" Result(", " Results(")], "Result(const Values<T, rows>&, const Values<T, columns>&)"),
-    (
-        KERNEL,
-        [('Data<std::int64_t>(call, "count"', 'Data<std::int32_t>(call, "count"')],
-        "dtypes do not have",
-    ),
+    (KERNEL, [('Data<std::int64_t>(call, "count"', 'Data<std::int32_t>(call, "count"')], "dtypes do not"),
     (KERNEL, [("Dispatch<float, Half>", "Dispatch<float, double>")], "do not have this type for the input"),
     (KERNEL, [("Dispatch<float, Half>", "Dispatch<float, char*>")], "Dispatch lists element types: float"),
     (KERNEL, [('(call, "count"_name)', '(call, "y"_name)')], "the op's schema has no output of this name"),
     (KERNEL, [(".scratch<8>()", "")], "the op's record says no scratch<...>(), so the call has no scratch"),
-    (
-        KERNEL,
-        [("LaunchNonzero)\n}", "Tag<int>)\n}")],
-        "a launcher is `template <class Op> Status Launch(const CallOf<Op>& call)`",
-    ),
-    (
-        ELEMENTWISE,
-        [('-> Tensor")', '-> Tensor").dtypes("float32 y=int32")')],
-        "may have these but float64, float8",
-    ),
+    (KERNEL, [("LaunchNonzero)\n}", "Tag<int>)\n}")], "a launcher is `template <class Op> Status Launch("),
+    (ELEMENTWISE, [('-> Tensor")', '-> Tensor").dtypes("float32 y=int32")')], "may have these but float64, "),
     (ROWWISE, [('.rows("-1")', '.rows("-1").dtypes("float32 y=int8")')], "results of a row-wise op have one"),
     (ROWWISE, TWO_SUMS, "a functor without column inputs sums one term in each phase"),
 ]

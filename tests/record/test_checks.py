@@ -85,10 +85,7 @@ def test_cpp_and_python_say_the_same(name: str) -> None:
             shapes |= {key: shapes["x"][attributes["axis"] :] for key in "wb" if shapes[key] is not None}
         if all_given or RECORDS[name].get("layout"):
             shapes |= {key: shapes["x"] for key in "wb" if shapes[key] is None}
-        cpp, python = (
-            ask_cpp(RECORDS[name], shapes, attributes),
-            ask_python(RECORDS[name], shapes, attributes),
-        )
+        cpp, python = (ask(RECORDS[name], shapes, attributes) for ask in (ask_cpp, ask_python))
         outcomes.add(cpp == "fits")
         if "does not fit" in python:  # the expression has no value; the two messages differ
             assert cpp.startswith(f"{DOMAIN}::f(x: float32")
@@ -100,19 +97,9 @@ def test_cpp_and_python_say_the_same(name: str) -> None:
 
 
 MESSAGES = [
-    (
-        "norm",
-        {"w": [5]},
-        {},
-        "f(x: float32[2, 8], w: float32[5], b: absent): w has shape [5], expected x[axis:] = [8]",
-    ),
+    ("norm", {"w": [5]}, {}, "w: float32[5], b: absent): w has shape [5], expected x[axis:] = [8]"),
     ("norm", {"w": [8]}, {"axis": -2}, "w has shape [8], expected x[axis:] = [2, 8]"),
-    (
-        "norm",
-        {},
-        {"axis": 2},
-        "f(x: float32[2, 8], w: absent, b: absent): attribute axis is 2, expected a dimension of x: -2 to 1",
-    ),
+    ("norm", {}, {"axis": 2}, "b: absent): attribute axis is 2, expected a dimension of x: -2 to 1"),
     ("norm", {"x": []}, {"axis": 1}, "attribute axis is 1, expected a dimension of x: -1 to 0"),
     ("norm", {}, {"eps": -1.0}, "f: attribute eps is -1, expected a finite number >= 0"),
     ("norm", {}, {"eps": math.nan}, "f: attribute eps is nan, expected a finite number >= 0"),
@@ -131,12 +118,7 @@ MESSAGES = [
     ("matmul", {"w": [8]}, {}, "w has 1 dimension, expected at least 2 (unsqueeze adds one)"),
     ("matmul", {"w": []}, {}, "w has 0 dimensions, expected at least 2 (unsqueeze adds one)"),
     ("matmul", {"x": [], "w": [8, 3]}, {}, "x has 0 dimensions, expected at least 1 (unsqueeze adds one)"),
-    (
-        "elementwise",
-        {"w": [2, 8], "b": [8]},
-        {},
-        "the inputs must have one shape: x has [2, 8], w has [2, 8], b has [8]",
-    ),
+    ("elementwise", {"w": [2, 8], "b": [8]}, {}, "one shape: x has [2, 8], w has [2, 8], b has [8]"),
     (
         "broadcast",
         {"w": [3, 1, 1], "b": [3]},
@@ -177,11 +159,7 @@ INFERRED: dict[str, tuple[dict[str, tuple[str, Any]], dict[str, Any], Any]] = {
     # The inferred output or the error message, at export and in onnx's shape inference.
     "weight": ({"x": of(2, 3), "w": of(4)}, {}, r"CustomF: w has shape \[4\], expected x\[axis:\] = \[3\]"),
     "limit": ({"x": of(2, 3)}, {"eps": -1.0}, "CustomF: attribute eps is -1, expected a finite number >= 0"),
-    "dimension": (
-        {"x": of(Unknown("n"), 3)},
-        {"axis": 2},
-        "attribute axis is 2, expected a dimension of x: -2 to 1",
-    ),
+    "dimension": ({"x": of(Unknown("n"), 3)}, {"axis": 2}, "axis is 2, expected a dimension of x: -2"),
     "unknown size": ({"x": of(2, Unknown("n")), "w": of(4)}, {}, [2, Unknown("n")]),
     "unknown rank": ({"x": ("float32", None), "w": of(4)}, {"axis": 7}, None),
     "unknown weight": ({"x": of(2, 3), "w": ("float32", None)}, {}, [2, 3]),
@@ -216,11 +194,7 @@ BROADCASTS: list[tuple[list[Any], list[Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("a", "b", "expected"), BROADCASTS)
 def test_inference_of_broadcast_operands(a: list[Any], b: list[Any], expected: list[Any]) -> None:
-    record = record_of(
-        "f(Tensor x, Tensor? w=None, int axis=-1, float eps=1e-5, int offset=0) -> Tensor",
-        DOMAIN,
-        shapes="y = broadcast(x, w)",
-    )
+    record = record_of(SCHEMA.replace("Tensor? b=None, ", ""), DOMAIN, shapes="y = broadcast(x, w)")
     record = replace(record, is_elementwise=True)
     attributes = {"axis": -1, "eps": 1e-5, "offset": 0}
     for pair in ((a, b), (b, a)):

@@ -66,9 +66,6 @@ def test_onnx_declares_the_op_like_the_record(record: OpSpec) -> None:
     assert not attributes
 
 
-# ---------------------------------------------------------------------------- declared once
-
-
 MODULES = {
     torch_op.CustomGELU: "gelu",
     torch_op.CustomSoftmax: "softmax",

@@ -148,7 +148,5 @@ WELL_FORMED_RECORDS = [
 
 @pytest.mark.parametrize("field", WELL_FORMED_RECORDS)
 def test_well_formed_records(field: tuple[str, ...]) -> None:
-    assert (
-        driver().ask("validate", "f(Tensor x, Tensor? w=None, int n=1, float f=1) -> Tensor", *field)
-        == "valid"
-    )
+    schema = "f(Tensor x, Tensor? w=None, int n=1, float f=1) -> Tensor"
+    assert driver().ask("validate", schema, *field) == "valid"

@@ -20,11 +20,8 @@ TORCH_TYPES = {"List[int]": "int[]", "Optional[Tensor]": "Tensor?"}
 
 
 def records() -> list[Any]:
-    return [
-        pytest.param(record, id=record.name)
-        for stem in LIBRARIES
-        for record in torch_op.load(find_library(stem)).records.values()
-    ]
+    libraries = [torch_op.load(find_library(stem)).records for stem in LIBRARIES]
+    return [pytest.param(record, id=record.name) for each in libraries for record in each.values()]
 
 
 def assert_same_schema(record: OpSpec, schema: Any) -> None:
@@ -61,8 +58,6 @@ def test_schemas_of_another_domain() -> None:
         assert_same_schema(record, torch._C.parse_schema(record.schema))
         assert record.host_inputs == ({"factors"} if record.name == "scale_by" else set())
 
-
-# ---------------------------------------------------------------------------- the parser, on any text
 
 NAMES = st.from_regex(r"v[A-Z0-9_]{1,6}", fullmatch=True)  # no keyword of Python, which torch refuses
 INTS = st.integers(-(10**6), 10**6)
@@ -168,9 +163,6 @@ def test_what_our_parser_takes_torch_reads_the_same(text: str, data: st.DataObje
         except IndexError:  # torch reads numbers with stod, which refuses subnormal ones
             assume(False)
         assert_same_schema(record, expected)
-
-
-# ---------------------------------------------------------------------------- the small texts
 
 
 ENTRIES = {
