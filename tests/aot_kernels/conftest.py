@@ -47,9 +47,7 @@ def without_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProce
 
 def _process(folder: str) -> Iterator[InProcess]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        with (
-            pytest.MonkeyPatch.context() as patch
-        ):  # only while the process starts: other tests have the driver
+        with pytest.MonkeyPatch.context() as patch:  # only while the process starts: others have the driver
             patch.setenv("LD_LIBRARY_PATH", folder)
             pool.submit(os.getpid).result(60)
         yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result(60)

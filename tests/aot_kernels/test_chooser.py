@@ -67,9 +67,8 @@ def _in_triton(address_x: int, address_y: int, n: int) -> bytes:
 
 def test_the_choice_is_that_of_triton(library_of: LibraryOf, in_process: InProcess) -> None:
     variants, kernels = _variants()
-    launch = Launch(
-        (ONE, ONE, ONE), (Pointer("input", 0), Pointer("output", 0), Scalar(size(0, 0), "int")), variants
-    )
+    arguments = Pointer("input", 0), Pointer("output", 0), Scalar(size(0, 0), "int")
+    launch = Launch((ONE, ONE, ONE), arguments, variants)
     library = library_of(op_of(launch), *kernels)
     cases = [*product(PLACES, (0, 8, 16), N), *product((0, 4), PLACES, N)]
     requests = [Request([At((n,), 4096 + x)], [At((n,), 8192 + y)]) for x, y, n in cases]
@@ -147,17 +146,13 @@ def test_the_plan_is_that_of_dtype_ranks_and_guards(library_of: LibraryOf, in_pr
     outcomes = in_process(run, library_of(op, KERNEL), [request for request, _ in cases])
     assert [outcome.launches[0]["grid"][0] for outcome in outcomes] == [case for _, case in cases]
 
-    unknown = [
-        Request([large_x, large_x], attributes=[0]),
-        Request([At((2, 2)), small_x], attributes=[0]),
-        Request([half, None], attributes=[0]),
-    ]
+    pairs = [large_x, large_x], [At((2, 2)), small_x], [half, None]
+    unknown = [Request([*pair], attributes=[0]) for pair in pairs]
     errors = [outcome.error for outcome in in_process(run, library_of(op, KERNEL), unknown)]
-    assert errors == [
-        "the launcher was traced for other sizes or attributes. Build the library again with samples that "
-        "have these",
-        "the launcher was traced for inputs of other ranks: (1, 1) (1, 2) (1, absent). Build the library "
-        "again with samples of these ranks",
-        "the launcher was traced for inputs of other ranks: (1, 1). Build the library again with samples of "
-        "these ranks",
-    ]
+    assert errors[0].startswith(
+        "the launcher was traced for other sizes or attributes. Build the library again"
+    )
+    assert errors[1].startswith(
+        "the launcher was traced for inputs of other ranks: (1, 1) (1, 2) (1, absent). "
+    )
+    assert errors[2].startswith("the launcher was traced for inputs of other ranks: (1, 1). ")

@@ -60,10 +60,8 @@ def test_names_and_texts_of_all_kinds(library_of: LibraryOf, in_process: InProce
     """Names may be words of C++, and texts may have any character."""
     attributes = (Attribute("default", "int"), Attribute("x0_0", "int"), Attribute("NULL", "str"))
     sizes = (size(0, 0), attribute(0), attribute(1))
-    arguments: tuple[Pointer | Scalar, ...] = (
-        Pointer("input", 0, name="int"),
-        *(Scalar(each, "i64", "argument 1") for each in sizes),
-    )
+    numbers = tuple(Scalar(each, "i64", "argument 1") for each in sizes)
+    arguments: tuple[Pointer | Scalar, ...] = Pointer("input", 0, name="int"), *numbers
     variant = Variant((), ((0, POINTER), (1, "i64"), (2, "i64"), (3, "i64")), 0)
     text = 'k.py:9: \\ "quoted"\n\té\x01?'
     plans: tuple[Plan[Launch], ...] = (

@@ -77,9 +77,7 @@ def library(library_of: LibraryOf) -> Path:
     plan = Plan(0, (2,), steps, temporaries=(total,))
     image = Image("80", PTX, is_ptx=True)
     plain = Kernel("scale", "scale, test_on_gpu.py", (image,))
-    other = replace(
-        plain, images=(replace(image, shared=100_000),)
-    )  # more than the 48 KiB that need no permission
+    other = replace(plain, images=(replace(image, shared=100_000),))  # more than 48 KiB
     return library_of(DeviceOp(record(dtypes="float32"), (plan,)), plain, other)
 
 

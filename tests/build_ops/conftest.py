@@ -19,10 +19,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setenv("TWINOP_CACHE", str(folder))
     for name in ("CXX", "CUDACXX", "TWINOP_CUDA_ARCHS"):
         patch.delenv(name, raising=False)
-    patch.setenv(
-        "PYTHONPATH",
-        os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))),
-    )
+    paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     yield folder
     patch.undo()
 

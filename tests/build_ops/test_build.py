@@ -53,9 +53,8 @@ def test_the_library_runs_in_onnx_runtime(times: Built) -> None:
     assert list(times.library.records) == ["times"]
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(times.library.path))
-    graph = model(
-        [helper.make_node("CustomTimes", ["x"], ["y"], domain="times")], {"x": FLOAT}, {"y": FLOAT}, times=1
-    )
+    node = helper.make_node("CustomTimes", ["x"], ["y"], domain="times")
+    graph = model([node], {"x": FLOAT}, {"y": FLOAT}, times=1)
     session = ort.InferenceSession(graph.SerializeToString(), options, ["CPUExecutionProvider"])
     np.testing.assert_array_equal(session.run(None, {"x": X})[0], 2 * X)
 
@@ -161,11 +160,8 @@ def test_an_interrupted_build_leaves_no_library(tmp_path: Path, how: int) -> Non
     command = [sys.executable, "-c", BUILD, str(tmp_path / "times.h"), str(output)]
     # A shell's background jobs, and so their tests, ignore SIGINT. (A preexec_fn would fork this process
     # with all of its threads; the child has aborted in a long run.)
-    process = subprocess.Popen(
-        ["env", "--default-signal=INT", *command],
-        env=os.environ | {"CXX": str(compiler)},
-        stderr=subprocess.DEVNULL,
-    )
+    env, nothing = os.environ | {"CXX": str(compiler)}, subprocess.DEVNULL
+    process = subprocess.Popen(["env", "--default-signal=INT", *command], env=env, stderr=nothing)
     while not started.exists():
         assert process.poll() is None
         time.sleep(0.02)
@@ -289,9 +285,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("what?", "does not say its version, as GCC and Clang do"),
     ],
 )
-def test_a_compiler_that_is_too_old(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, macros: str, message: str
-) -> None:
+def test_old_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, macros: str, message: str) -> None:
     monkeypatch.setenv("CXX", str(program(tmp_path / "c++", f"echo '{macros}'")))
     with pytest.raises(BuildError, match=re.escape(message)):
         find_compiler()
@@ -314,9 +308,7 @@ def test_nvcc_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for old in ("11.8", "12.3"):
         path = program(tmp_path / old, lines.replace("12.4", old))
         monkeypatch.setenv("CUDACXX", str(path))
-        with pytest.raises(
-            BuildError, match=f"{path} is of CUDA {old}.99, .* kernels need CUDA 12.4 or later"
-        ):
+        with pytest.raises(BuildError, match=f"{path} is of CUDA {old}.99, .* need CUDA 12.4 or later"):
             find_nvcc()
     monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")
     with pytest.raises(BuildError, match="CUDACXX=/nowhere/nvcc: no such program"):

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from build_files import tiny, twinop
@@ -28,9 +29,6 @@ def header(tmp_path: Path) -> Path:
     return tmp_path / "times.h"
 
 
-# ---------------------------------------------------------------------------- what to build
-
-
 @pytest.mark.parametrize(
     ("sources", "name", "domain", "message"),
     [
@@ -46,9 +44,7 @@ def header(tmp_path: Path) -> Path:
         (["times.h", "times.cpp"], "two", None, "times.cpp both have an op times. Ops of one library have"),
     ],
 )
-def test_what_cannot_be_built(
-    header: Path, sources: list[str], name: str | None, domain: str | None, message: str
-) -> None:
+def test_what_cannot_be_built(header: Path, sources: list[str], name: Any, domain: Any, message: str) -> None:
     folder = header.parent
     (folder / "plain.h").write_text("// nothing\n")
     (folder / "notes.txt").write_text("TWINOP_OP(x, y)\n")
@@ -89,9 +85,6 @@ def test_what_a_project_says(header: Path) -> None:
     assert folder.name == re.sub(r"\W", "_", header.parent.name)
 
 
-# ---------------------------------------------------------------------------- compilers
-
-
 def test_a_sanitizer_that_there_is_not(header: Path) -> None:
     with pytest.raises(BuildError, match="--sanitize thread: expected address or undefined, or both"):
         build(find_project([header]), options=Options(cpu=True, sanitize="thread"))
@@ -113,9 +106,6 @@ def test_a_sanitizer_that_there_is_not(header: Path) -> None:
 def test_what_compilers_say(said: str, message: str) -> None:
     error = build_error("compiling mish.h", said, [])
     assert message in str(error) and said in (error.output, str(error).splitlines()[0])
-
-
-# ---------------------------------------------------------------------------- the user's source
 
 
 @pytest.mark.parametrize(
@@ -169,11 +159,7 @@ def test_what_is_wrong_in_a_record(
         (", float a=-1.0", {"limits": "a > 0"}, "the default of attribute a is -1, expected a finite number"),
         (', str a="b"', {"choices": "a = c | d"}, "the default of attribute a is 'b', expected one of c | d"),
         ("", {"dtypes": "float32; float32 y=float64"}, "dtypes: x float32 gives both y float32 and y"),
-        (
-            ", int lambda=1",
-            {},
-            "argument lambda: a keyword of Python. Choose another name, such as my_lambda",
-        ),
+        (", int lambda=1", {}, "argument lambda: a keyword of Python. Choose another name"),
         (", int self=1", {}, "an attribute is called self, which exporters use"),
         (", float grad=1.0", {"gradient": "x = grad"}, "derivative `x = grad` uses grad, which is also an"),
     ],
@@ -229,14 +215,12 @@ HEADER(13): error: expression must have a constant value
         (SAID_BY_NVCC, "times.h:14: static assertion failed: the op's schema has no attribute"),
         (RECORD_OF_NVCC, "times.h:13: the record does not parse: a record's limits name no attribute"),
         (
-            'HEADER(9): error: static assertion failed with "of the user"',
-            "times.h:9: static assertion failed: of the user",
+            'HEADER(9): error: static assertion failed with "mine"',
+            "times.h:9: static assertion failed: mine",
         ),
     ],
 )
-def test_errors_of_nvcc_have_the_headline_of_those_of_gcc(
-    header: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: str
-) -> None:
+def test_headlines_of_nvcc(header: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: str) -> None:
     monkeypatch.chdir(header.parent)
     found = str(build_error("compiling times.h (CUDA)", said.replace("HEADER", str(header)), [header]))
     assert found.startswith(expected)
@@ -314,20 +298,13 @@ def test_a_folder_with_other_signs(tmp_path: Path) -> None:
     assert twinop("build", "times.h", "--cpu", cwd=folder).returncode == 0
 
 
-# ---------------------------------------------------------------------------- the machine
-
-
-def test_a_folder_that_cannot_be_written(
-    times: Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_that_is_a_file(times: Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     project = find_project([times.library.path.parents[1] / "times.h"])
     with pytest.raises(BuildError, match="libtimes.so: cannot be written: File exists.*another file with -o"):
         build(project, tmp_path / "file" / "libtimes.so", CPU)
     monkeypatch.setenv("TWINOP_CACHE", str(tmp_path / "file"))
-    with pytest.raises(
-        BuildError, match="cannot be written: File exists.*or set TWINOP_CACHE to a folder on"
-    ):
+    with pytest.raises(BuildError, match="cannot be written: File exists.*or set TWINOP_CACHE to a folder"):
         build(project, options=CPU)
 
 
@@ -357,9 +334,7 @@ def test_an_installation_that_cannot_build(monkeypatch: pytest.MonkeyPatch, tmp_
         find_installation()
     (tmp_path / "libtwinop_ort.a").write_bytes(b"")
     (tmp_path / "twinop-build.cmake").write_text("set(TWINOP_VERSION 9.9)\n")
-    with pytest.raises(
-        BuildError, match="was built by twinop 9.9; this is twinop .*Build it with ./build.sh"
-    ):
+    with pytest.raises(BuildError, match="was built by twinop 9.9; this is twinop .*Build it with"):
         find_installation()
 
 
@@ -376,13 +351,8 @@ def test_no_nvcc_is_a_note(times: Built, tmp_path: Path) -> None:
     if Path("/usr/local/cuda/bin/nvcc").exists():
         pytest.skip("nvcc is where it is found without PATH")
     done = twinop("build", "both.h", cwd=tmp_path, **path)
-    assert (
-        done.returncode == 0
-        and "note: no nvcc found (CUDACXX, PATH, CUDA_HOME, /usr/local/cuda)" in done.stderr
-    )
+    assert done.returncode == 0 and "note: no nvcc found (CUDACXX, PATH, CUDA_HOME, " in done.stderr
 
-
-# ---------------------------------------------------------------------------- what CUDA would refuse
 
 ELEMENTWISE = """
 #include "twinop/elementwise.h"

@@ -83,9 +83,7 @@ def test_in_torch(tmp_path: Path) -> None:
         (tiny().replace("return {};", "return wrong;"), None, "times.h:10: ‘wrong’ was not declared in this"),
     ],
 )
-def test_text_that_is_no_op(
-    source: str, name: str | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_of_no_op(source: str, name: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     with pytest.raises(BuildError, match=re.escape(message)):
         twinop.compile(source, name=name, cpu=True)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import warm_python
 from build_files import twinop
+from record_driver import read_by_compiler
 
 from twinop.building.new import create_project
 from twinop.building.project import find_project
@@ -47,10 +48,9 @@ def test_a_name_that_the_projects_own_test_uses(name: str, tmp_path: Path) -> No
 
 
 def test_names_of_functions_and_types_in_the_headers(tmp_path: Path) -> None:
-    names = ("exp", "op")
-    headers = [create_project(name, "rowwise", tmp_path) / f"{name}.h" for name in names]
-    done = twinop("build", *headers, "--name", "names", "--cpu", cwd=tmp_path)
-    assert done.returncode == 0 and "CustomOp" in done.stdout, done.stderr
+    headers = [create_project(name, "rowwise", tmp_path) / f"{name}.h" for name in ("exp", "op")]
+    done = read_by_compiler("".join(f'#include "{header}"\n' for header in headers))
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,10 +67,8 @@ def test_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert wheel.read("packed-0.1.0.dist-info/entry_points.txt").split() == [
             *(b"[twinop.libraries]", b"packed", b"=", b"packed")
         ]
-    assert [name for name in names if "dist-info" not in name] == [
-        "packed/__init__.py",
-        "packed/libpacked.so",
-    ]
+    own = [name for name in names if "dist-info" not in name]
+    assert own == ["packed/__init__.py", "packed/libpacked.so"]
 
 
 @pytest.mark.slow
@@ -161,9 +159,7 @@ def test_cuda_only_op_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
-def test_a_project_that_cannot_be_written_leaves_nothing(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, written = Path.write_text, list[Path]()
 
     def full(self: Path, *text: Any, **options: Any) -> int:

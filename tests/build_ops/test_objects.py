@@ -241,9 +241,6 @@ def test_an_error_is_one_message(mixed: torch_op.Ops, call: object, message: str
     assert mixed.mixed(torch.ones(2, 2))[0][0] == 3
 
 
-# ---------------------------------------------------------------------------- what is refused
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """An object file."""
@@ -326,8 +323,6 @@ def test_the_device_is_that_of_the_object(tmp_path: Path, wanted: str, device: s
     assert "TWINOP_OP(op, " in header.read_text() and "CallTvmFfi<__tvm_ffi_op>" in header.read_text()
 
 
-# ---------------------------------------------------------------------------- CUDA
-
 ON_CUDA = """
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -360,9 +355,8 @@ def test_a_cuda_object(tmp_path: Path) -> None:
     include = [f"-I{path}" for path in tvm_ffi.libinfo.include_paths()]
     command = [nvcc.path, "-std=c++17", f"-arch=sm_{major}{minor}", "-Xcompiler=-fPIC", *include]
     subprocess.run([*command, "-c", "scale.cu", "-o", "scale.o"], cwd=tmp_path, check=True)
-    header = write_header(
-        tmp_path, [tmp_path / "scale.o"], "scale(Tensor x, float by) -> Tensor", device="both"
-    )
+    schema = "scale(Tensor x, float by) -> Tensor"
+    header = write_header(tmp_path, [tmp_path / "scale.o"], schema, device="both")
     built = build(find_project([header, tmp_path / "scale.o"], "scaled"), tmp_path / "libscaled.so")
     assert not any("cudart" in name or "tvm" in name for name in needed_libraries(built.library.path))
     op = torch_op.load(built.library.path).scale
@@ -386,10 +380,7 @@ def test_a_cuda_object(tmp_path: Path) -> None:
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(built.library.path))
     node = helper.make_node("CustomScale", ["x"], ["y"], domain="scaled", by=0.3)
-    session = ort.InferenceSession(
-        model([node], {"x": FLOAT}, {"y": FLOAT}, scaled=1).SerializeToString(),
-        options,
-        ["CUDAExecutionProvider"],
-    )
+    graph = model([node], {"x": FLOAT}, {"y": FLOAT}, scaled=1).SerializeToString()
+    session = ort.InferenceSession(graph, options, ["CUDAExecutionProvider"])
     found = session.run(None, {"x": x.cpu().numpy()})[0]
     np.testing.assert_array_equal(found, op(x, by=0.3).cpu().numpy())

@@ -128,8 +128,6 @@ def test_whole_numbers() -> None:
     assert not is_defined(SMALLEST, {"x": torch.ones(3, 0)}, {})
 
 
-# ---------------------------------------------------------------------------- operators in torch
-
 X = np.random.default_rng(0).standard_normal((3, 4))
 Y = np.random.default_rng(1).standard_normal((3, 4))
 
@@ -208,15 +206,11 @@ def test_operators_are_those_of_onnx(op: str, inputs: tuple[Any, ...], attribute
 
 def test_an_operator_that_torch_does_not_take_is_one_message() -> None:
     op = TorchOps(LOG_SOFTMAX, torch.float64, torch.float64)
-    with pytest.raises(
-        ExportError, match=r"body log_softmax: Dropout\(1 inputs, .* cannot be computed with torch"
-    ):
+    with pytest.raises(ExportError, match=r"body log_softmax: Dropout\(1 inputs, .* cannot be computed with"):
         op.Dropout(torch.ones(3))
     with pytest.raises(ExportError, match=r"Pad\(2 inputs, {'mode': 'edge'}\) cannot be computed with torch"):
         op.Pad(torch.ones(3), [1, 1], mode="edge")
-    with pytest.raises(
-        ExportError, match="does not know what Conv is there. Write it with other operators, or"
-    ):
+    with pytest.raises(ExportError, match="does not know what Conv is there. Write it with other op"):
         op.Conv(torch.ones(1, 1, 3), torch.ones(1, 1, 3))
 
 

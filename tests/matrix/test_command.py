@@ -95,10 +95,8 @@ def test_only_what_is_wrong_fails(wrong: tuple[Path, str]) -> None:
 def test_each_cause_is_shown_once_and_last(wrong: tuple[Path, str]) -> None:
     """Three tests fail for one body: one message with their number, which comes last. --verbose shows all."""
     folder, said = wrong
-    cause = (
-        "body squared(op, x, y) does not fit the op squared(Tensor x) -> Tensor; expected def squared(op, x)"
-    )
-    assert said.count(cause) == 1 and said.endswith(f" and 2 more:\n{cause}\n"), said
+    cause = "squared(op, x, y) does not fit the op squared(Tensor x) -> Tensor; expected def squared(op, x)"
+    assert said.count(cause) == 1 and said.endswith(f" and 2 more:\nbody {cause}\n"), said
     assert "Traceback" not in said
     _, every = twinop_test(folder, "-k", "squared and float32", "--verbose")
     assert every.count(cause) > 2
@@ -191,9 +189,7 @@ def test_a_test_that_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None
 
     assert child.run(ends) == 1
     said = capfd.readouterr().err
-    assert said.startswith(
-        "\ntest_b: 1 != 2\n\nerror: mine::bad(x: float32[3, 0]), cpu ended with SIGSEGV in "
-    )
+    assert said.startswith("\ntest_b: 1 != 2\n\nerror: mine::bad(x: float32[3, 0]), cpu ended with SIGSEGV")
     assert "in test_results.py::test_bits[bad]. The kernel reads or writes where no tensor is" in said
 
 
@@ -204,9 +200,7 @@ def test_a_process_that_ends_before_the_first_test(capfd: pytest.CaptureFixture[
         return 0
 
     assert child.run(ends) == 1
-    assert (
-        "error: the process ended with SIGABRT before the first test. Often, memory" in capfd.readouterr().err
-    )
+    assert "error: the process ended with SIGABRT before the first test." in capfd.readouterr().err
     assert child.run(lambda: 5) == 5
 
 
@@ -218,9 +212,7 @@ def test_a_kernel_that_crashes(tmp_path: Path) -> None:
     assert twinop("build", "empty.h", "--cpu", cwd=tmp_path).returncode == 0
     code, said = twinop_test(tmp_path)
     assert code == 1, said
-    ends = re.findall(
-        r"^error: empty::empty\(x: float32\[.*\]\), cpu ended with SIGSEGV in test_", said, re.M
-    )
+    ends = re.findall(r"^error: empty::empty\(x: float32\[.*\]\), cpu ended with SIGSEGV in ", said, re.M)
     assert len(ends) == 1
     assert "Fatal Python error" not in said and "Traceback" not in said and "DEBUG" not in said
 

@@ -86,9 +86,7 @@ def test_an_architecture_that_nvcc_does_not_know(tmp_path: Path) -> None:
         ("native", ("10.3",), None),
     ],
 )
-def test_a_gpu_that_is_too_old(
-    wanted: str, gpus: tuple[str, ...], refused: str | None, tmp_path: Path
-) -> None:
+def test_a_gpu_too_old(wanted: str, gpus: tuple[str, ...], refused: str | None, tmp_path: Path) -> None:
     """One that is new enough stands beside an old one: the kernels are built for it."""
     nvcc = fake_nvcc(tmp_path, "75", "80", "86", "90", "103")
     smi = program(tmp_path / "nvidia-smi", *(f"echo {gpu}" for gpu in gpus))
@@ -103,14 +101,12 @@ def test_a_gpu_that_is_too_old(
     assert "does not know" not in said
 
 
-@pytest.mark.parametrize(
-    ("version", "is_refused"), [("11.8.89", True), ("12.3.107", True), ("12.4.99", False)]
-)
-def test_an_nvcc_that_is_too_old(version: str, is_refused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "refused"), [("11.8.89", True), ("12.3.107", True), ("12.4.99", False)])
+def test_an_nvcc_that_is_too_old(version: str, refused: bool, tmp_path: Path) -> None:
     nvcc = fake_nvcc(tmp_path, "90", version=version)
     said = one_line(configure(tmp_path, f"-DCMAKE_CUDA_COMPILER={nvcc}", TWINOP_CUDA_ARCHS="90").stderr)
     message = f"{nvcc} is of CUDA {version}; twinop's kernels need CUDA 12.4 or later. Install a newer CUDA"
-    assert (message in said) == is_refused
+    assert (message in said) == refused
 
 
 def test_without_torch(tmp_path: Path) -> None:
@@ -119,9 +115,7 @@ def test_without_torch(tmp_path: Path) -> None:
     python = f"-DPython_EXECUTABLE={tmp_path}/bare/bin/python"
     result = configure_twinop(tmp_path / "build", "-DTWINOP_WITH_CUDA=OFF", python)
     said = one_line(result.stderr)
-    assert (
-        result.returncode != 0 and f"PyTorch is not installed for {tmp_path}/bare/bin/python. ./build" in said
-    )
+    assert result.returncode != 0 and f"PyTorch is not installed for {tmp_path}/bare/bin/python" in said
     assert "`pip install torch scikit-build-core ninja`, then `pip install --no-build-isolation .`" in said
 
 
@@ -192,16 +186,11 @@ def test_families_bring_what_they_call(tmp_path: Path) -> None:
         for op in re.findall(r"^TWINOP_\w+\((\w+),", path.read_text(), re.MULTILINE)
     }
     for family, file in (("linear", "cuda.cuh"), ("linear_q", "quantised.cuh")):
-        options = (
-            f"-DTWINOP_OPS={family}",
-            "-DTWINOP_WITH_CUDA=OFF",
-            f"-DPython_EXECUTABLE={sys.executable}",
-        )
-        configured = configure_twinop(tmp_path, *options)
+        python = f"-DPython_EXECUTABLE={sys.executable}"
+        configured = configure_twinop(tmp_path, f"-DTWINOP_OPS={family}", "-DTWINOP_WITH_CUDA=OFF", python)
         assert configured.returncode == 0, configured.stderr
         commands = json.loads((tmp_path / "compile_commands.json").read_text())
         built = {Path(each["file"]).stem for each in commands}
-        called = re.findall(
-            r"TWINOP_LAUNCH_ON_CUDA\((\w+)\)", (ROOT / "kernels/ops" / family / file).read_text()
-        )
+        launchers = (ROOT / "kernels/ops" / family / file).read_text()
+        called = re.findall(r"TWINOP_LAUNCH_ON_CUDA\((\w+)\)", launchers)
         assert called and {family_of[op] for op in called} <= built, family

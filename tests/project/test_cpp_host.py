@@ -99,10 +99,8 @@ def decoder() -> onnx.ModelProto:
 def test_a_decoder_continues_a_prompt(programs: Path, tmp_path: Path) -> None:
     report, _ = optimized(decoder(), tmp_path, device="cpu")
     assert report.fused["add_rms_norm"]
-    session, caches = (
-        onnxruntime.InferenceSession(tmp_path / "old.onnx"),
-        [np.zeros((1, 2, 0, SIZE), "f")] * 2,
-    )
+    session = onnxruntime.InferenceSession(tmp_path / "old.onnx")
+    caches = [np.zeros((1, 2, 0, SIZE), "f")] * 2
     tokens, new = list[int](), PROMPT
     while len(tokens) < 64:  # the original in Python
         mask = np.ones((1, len(PROMPT) + len(tokens)), np.int64)

@@ -27,25 +27,15 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from slow_cases import often
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = "adding-|from-a-"  # the blocks of these pages are parts of an op: other tests apply them
-SERVERS = {
-    "README.md",
-    "docs/serving.md",
-    "docs/existing-service.md",
-    "docs/trust.md",
-}  # take 10 to 40 s each
+# these take 10 to 40 s each
+SERVERS = {"README.md", "docs/serving.md", "docs/existing-service.md", "docs/trust.md"}
 SITE = {"index.md"}  # written for an installation: test_pages.py
-DOCUMENTS = (
-    "README.md",
-    "CONTRIBUTING.md",
-    *(
-        f"docs/{path.name}"
-        for path in sorted((ROOT / "docs").glob("*.md"))
-        if path.name not in SITE and not re.match(GUIDES, path.name)
-    ),
-)
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in SITE)
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(f"docs/{x}" for x in PAGES if not re.match(GUIDES, x)))
 _FENCE = re.compile(
     r"(?:^`(?P<file>[\w/.-]+)`:[^\n]*\n\n)?^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?"
     r"```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
@@ -77,19 +67,11 @@ class Block:
 
 def blocks_of(document: str) -> list[Block]:
     content = (ROOT / document).read_text()
-    found = [
-        Block(
-            f"{document}:{content[: match.start('text')].count(chr(10))}",
-            match["language"],
-            match["text"],
-            match["reason"],
-            match["file"],
-        )
-        for match in _FENCE.finditer(content)
-    ]
-    assert 2 * len(found) == len(re.findall("^```", content, re.MULTILINE)), (
-        f"{document}: a fence is not closed"
-    )
+    found = []
+    for match in _FENCE.finditer(content):
+        place = f"{document}:{content[: match.start('text')].count(chr(10))}"
+        found.append(Block(place, *match.group("language", "text", "reason", "file")))
+    assert 2 * len(found) == len(re.findall("^```", content, re.MULTILINE)), f"{document}: an open fence"
     return found
 
 
@@ -175,10 +157,8 @@ def program(blocks: list[Block]) -> str:
             continue
         *lines, last = block.text.splitlines()
         if "twinop serve " in last:
-            parts += [
-                "(\n" + "\n".join(lines) + "\ntrue)",
-                f"stop\nset -m\n{last} &\nserver=$!\nset +m\nready",
-            ]
+            parts.append("(\n" + "\n".join(lines) + "\ntrue)")
+            parts.append(f"stop\nset -m\n{last} &\nserver=$!\nset +m\nready")
         else:
             parts.append(f"(\n{block.text})")
     return "\n".join(parts)
@@ -220,10 +200,7 @@ def ports() -> Iterator[None]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "document",
-    [pytest.param(name, marks=pytest.mark.slow) if name in SERVERS else name for name in DOCUMENTS],
-)
+@pytest.mark.parametrize("document", often(DOCUMENTS, *{*DOCUMENTS} - SERVERS))
 def test_blocks(document: str, tmp_path: Path) -> None:
     if not (ROOT / ".venv/bin/twinop").exists():
         pytest.skip("no .venv: ./build.sh has not run")

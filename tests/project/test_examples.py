@@ -69,12 +69,8 @@ def test_an_example_with_cuda(example: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_example_of_numba(tmp_path: Path) -> None:
     pytest.importorskip("numba", reason="./build.sh test --all installs it")
-    path = build(
-        ROOT / "examples/numba",
-        tmp_path / "numba",
-        "-DTWINOP_WITH_CUDA=OFF",
-        f"-DPython3_EXECUTABLE={sys.executable}",
-    )
+    options = "-DTWINOP_WITH_CUDA=OFF", f"-DPython3_EXECUTABLE={sys.executable}"
+    path = build(ROOT / "examples/numba", tmp_path / "numba", *options)
     library = read_library(path)
     assert library.records["numba_square"].devices == ("cuda",) and library.cuda_archs == "80-real,90-real"
     if torch.cuda.is_available():

@@ -49,11 +49,8 @@ def build(folder: Path) -> dict[str, str]:
     shutil.copytree(ROOT, folder, symlinks=True, ignore=LEFT_OUT)
     for page in PAGES:
         apply(page, folder)
-    options = {
-        "TWINOP_WITH_CUDA": "OFF",
-        "TWINOP_OPS": ";".join(map(op_of, PAGES)),
-        "Python_EXECUTABLE": sys.executable,
-    }
+    options = {"TWINOP_WITH_CUDA": "OFF", "TWINOP_OPS": ";".join(map(op_of, PAGES))}
+    options["Python_EXECUTABLE"] = sys.executable
     configure = ["cmake", "--preset", "default", *(f"-D{name}={value}" for name, value in options.items())]
     for command in (configure, ["cmake", "--build", "--preset", "test"]):
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -26,9 +26,8 @@ def test_help_lists_each_command_with_the_first_sentence_of_its_own() -> None:
     listed = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "300"}).output
     for name, entry in cli.Commands.modules.items():
         module, _, function = entry.partition(":")
-        said = (
-            getattr(importlib.import_module(module), function).__doc__.split("\n\n")[0].replace("\n    ", " ")
-        )
+        documented = getattr(importlib.import_module(module), function).__doc__
+        said = documented.split("\n\n")[0].replace("\n    ", " ")
         line = next((line for line in listed.splitlines() if line.startswith(f"│ {name} ")), "")
         assert said in line and line
 
@@ -99,7 +98,7 @@ FOLDER = "a folder whose name is longer than the lines of a narrow terminal"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "words"),
     [
         (["--help"], ["Usage: twinop"]),
         (["ops", "{library}"], ["{library} (domain", "relu(Tensor x) -> Tensor"]),
@@ -120,8 +119,8 @@ FOLDER = "a folder whose name is longer than the lines of a narrow terminal"
     ],
     ids=lambda value: value[0] if value[0].isalpha() else None,
 )
-def test_output_in_a_pipe(
-    tmp_path: Path, libraries: dict[str, Path], arguments: list[str], expected: list[str]
+def test_in_a_pipe(
+    tmp_path: Path, libraries: dict[str, Path], arguments: list[str], words: list[str]
 ) -> None:
     model = tmp_path / FOLDER / "relu.onnx"
     model.parent.mkdir()
@@ -134,7 +133,7 @@ def test_output_in_a_pipe(
         env=env | {"COLUMNS": "40", "TERM": "xterm-256color"},
     )
     said = done.stdout + done.stderr
-    assert done.returncode == int(any(each.startswith("error") for each in expected)), said
+    assert done.returncode == int(any(each.startswith("error") for each in words)), said
     assert "\x1b" not in said and "\r" not in said
-    for text in expected:
+    for text in words:
         assert text.format(**names) in said

@@ -69,9 +69,6 @@ def find(tmp_path: Path) -> Find:
     return call
 
 
-# ----------------------------------------------------------------------------- ORT_ROOT
-
-
 @pytest.mark.parametrize(
     "inner",
     ["include", "include/onnxruntime", "include/onnxruntime/core/session", "usr/include/onnxruntime", "."],
@@ -95,17 +92,12 @@ def test_tarballs(top: str, tmp_path: Path, find: Find) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (
-            {"capi/x.so": b""},
-            r"has no onnxruntime_c_api\.h.* Expected include/onnxruntime_c_api\.h in it, .*fetched",
-        ),
+        ({"capi/x.so": b""}, r"has no onnxruntime_c_api\.h.* Expected include/onnxruntime_c_api\.h in it"),
         ({HEADER: header(17)}, r"declare API '17'; twinop needs API 18 \(release 1\.18\) or later"),
         ({HEADER: b"// nothing\n"}, r"declare API ''; twinop needs API 18"),
     ],
 )
-def test_folders_that_cannot_be_used(
-    files: dict[str, bytes], message: str, tmp_path: Path, find: Find
-) -> None:
+def test_folders_of_no_use(files: dict[str, bytes], message: str, tmp_path: Path, find: Find) -> None:
     with pytest.raises(Refused, match=message):
         find(ORT_ROOT=folder(tmp_path / "ort", files))
     with pytest.raises(Refused, match=r"ORT_ROOT=/no/such does not exist.*or unset ORT_ROOT"):
@@ -119,14 +111,9 @@ def test_tarballs_that_cannot_be_used(content: bytes | dict[str, bytes], tmp_pat
         file.write_bytes(content)
     else:
         tarball(file, content)
-    with pytest.raises(
-        Refused, match=r"ORT_ROOT=.*ort.tgz has no onnxruntime_c_api\.h, or is not a complete"
-    ):
+    with pytest.raises(Refused, match=r"ORT_ROOT=.*ort.tgz has no onnxruntime_c_api\.h, or is not"):
         find(ORT_ROOT=file)
     assert not list(tmp_path.rglob("*.h"))
-
-
-# ----------------------------------------------------------------------------- the cache and the release
 
 
 class Site(SimpleHTTPRequestHandler):
@@ -140,13 +127,8 @@ def site(tmp_path: Path) -> Iterator[tuple[dict[str, str], Path]]:
     file = tarball(tmp_path / "site" / RELEASE, {f"ort/{HEADER}": header(31)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *a: Site(*a, directory=str(tmp_path / "site")))
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield (
-        {
-            "TWINOP_ORT_URL": f"http://127.0.0.1:{server.server_port}",
-            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-        },
-        file,
-    )
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    yield {"TWINOP_ORT_URL": f"http://127.0.0.1:{server.server_port}", "sha256": sha256}, file
     server.shutdown()
     server.server_close()
 
@@ -163,14 +145,10 @@ def test_the_release_then_the_cache(site: tuple[dict[str, str], Path], tmp_path:
         find(**arguments)
 
 
-def test_a_release_with_another_checksum_is_refused(
-    site: tuple[dict[str, str], Path], tmp_path: Path, find: Find
-) -> None:
+def test_a_release_of_another_checksum(site: tuple[dict[str, str], Path], tmp_path: Path, find: Find) -> None:
     arguments, file = site
     tarball(file, {f"ort/{HEADER}": header() + b"// evil\n"})
-    with pytest.raises(
-        Refused, match=r"refused and removed: its SHA-256 is [0-9a-f]{64}, expected [0-9a-f]{64}"
-    ):
+    with pytest.raises(Refused, match=r"refused and removed: its SHA-256 is [0-9a-f]{64}, expected"):
         find(**arguments)
     assert [path.name for path in (tmp_path / "the cache").iterdir()] == ["lock"]
 
@@ -179,9 +157,6 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, find: Find) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Refused, match=r"cache folder .*/file/x cannot be written\. Set TWINOP_CACHE"):
         find(TWINOP_CACHE=tmp_path / "file/x")
-
-
-# ----------------------------------------------------------------------------- Debian
 
 
 @pytest.fixture
@@ -215,9 +190,7 @@ def apt(tmp_path: Path) -> str:
         ),
     ],
 )
-def test_debians_package_through_the_machines_mirror(
-    file: str, text: str, tmp_path: Path, find: Find, apt: str
-) -> None:
+def test_debians_package_from_a_mirror(file: str, text: str, tmp_path: Path, find: Find, apt: str) -> None:
     folder(tmp_path / "etc", {file: text.encode()})
     assert find(PATH=apt) == tmp_path / "the cache/ort-debian/include"
     assert (tmp_path / "log").read_text().endswith("http://mirror.example/debian trixie main\n")
@@ -225,13 +198,9 @@ def test_debians_package_through_the_machines_mirror(
 
 
 def test_without_any_way_the_message_lists_them(tmp_path: Path, find: Find, apt: str) -> None:
-    with pytest.raises(
-        Refused, match=r"No ONNX Runtime headers found.*no apt-get with a Debian mirror.*set ORT_ROOT"
-    ):
+    with pytest.raises(Refused, match=r"headers found.*no apt-get with a Debian mirror.*set ORT_ROOT"):
         find(PATH=apt)
     folder(tmp_path / "etc", {"sources.list": b"deb https://mirror.example/debian/ trixie main\n"})
     (tmp_path / "fail").touch()
-    with pytest.raises(
-        Refused, match=r"apt-get could not fetch it from https://mirror\.example/debian/: E: no route"
-    ):
+    with pytest.raises(Refused, match=r"could not fetch it from https://mirror\.example/debian/: E: no"):
         find(PATH=apt)

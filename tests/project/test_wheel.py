@@ -94,11 +94,8 @@ def test_contents(wheel: Path, tmp_path: Path) -> None:
 def test_it_needs_neither_torch_nor_a_runtime(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(f"twinop-{__version__}.dist-info/METADATA").decode().splitlines()
-    needed = {
-        line.split()[1]
-        for line in metadata
-        if line.startswith("Requires-Dist:") and "extra ==" not in line and "python_version" not in line
-    }
+    lines = [line for line in metadata if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    needed = {line.split()[1] for line in lines if "python_version" not in line}
     assert {re.split("[<>]", name)[0] for name in needed} == {
         "numpy", "ml_dtypes", "onnx", "onnx-ir", "onnxscript", "rich", "typer",
     }  # fmt: skip
@@ -133,23 +130,12 @@ def test_a_cmake_project_of_its_own(route: str, small_wheel: Path, tmp_path: Pat
         f"{lines[route]}\ntwinop_add_library(cube DOMAIN my.cube cube.h)\n"
     )
     options = [f"-Dtwinop_DIR={installed}/twinop/cmake", "-DTWINOP_WITH_CUDA=OFF", "-DTWINOP_OPS=relu"]
-    run(
-        "cmake",
-        "-S",
-        project,
-        "-B",
-        project / "build",
-        "-GNinja",
-        *options,
-        f"-DPython_EXECUTABLE={sys.executable}",
-    )
+    options.append(f"-DPython_EXECUTABLE={sys.executable}")
+    run("cmake", "-S", project, "-B", project / "build", "-GNinja", *options)
     run("cmake", "--build", project / "build", "--target", "cube")
     library = read_library(project / "build/libcube.so")
-    assert (library.domain, library.version, set(library.records)) == (
-        "my.cube",
-        __version__,
-        {"cube", "cube_backward"},
-    )
+    assert (library.domain, library.version) == ("my.cube", __version__)
+    assert set(library.records) == {"cube", "cube_backward"}
     program = "import sys; from twinop import torch_op; import torch; cube = torch_op.load(sys.argv[1]); "
     program += "print(cube.cube(torch.full((3,), 2.0)).tolist())"
     assert run(sys.executable, "-c", program, library.path).strip() == "[8.0, 8.0, 8.0]"
@@ -182,14 +168,8 @@ def test_without_torch(version: str, small_wheel: Path, model: Path, tmp_path: P
     folder.mkdir()
     run(interpreter(version), "-m", "venv", folder / "venv")
     binaries = folder / "venv/bin"
-    pip: list[str | Path] = [
-        binaries / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
+    quiet = "--quiet", "--disable-pip-version-check"
+    pip: list[str | Path] = [binaries / "python", "-m", "pip", "install", *quiet]
     run(*pip, small_wheel, "onnxruntime")
     shutil.copy(model, folder)
 

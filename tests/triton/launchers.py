@@ -25,10 +25,8 @@ def record(
 ) -> OpSpec:
     """Makes a record. `attributes`: kind and default by name; an input "x?" is optional."""
     tensors = [f"Tensor? {each[:-1]}" if each.endswith("?") else f"Tensor {each}" for each in inputs]
-    others = [
-        f"{kind} {key}" + f"={default}" * (default is not None)
-        for key, (kind, default) in (attributes or {}).items()
-    ]
+    given = (attributes or {}).items()
+    others = [f"{kind} {key}" + f"={default}" * (default is not None) for key, (kind, default) in given]
     returned = "Tensor" if outputs == ("y",) else f"({', '.join(f'Tensor {each}' for each in outputs)})"
     schema = f"{name}({', '.join(tensors + others)}) -> {returned}"
     return record_of(schema, "custom_domain", **{"dtypes": "float32", **texts})
@@ -202,11 +200,8 @@ def evaluated(plan: Plan[TracedLaunch], shapes: Sequence[Sequence[int]], *attrib
     for step in plan.steps:
         assert not isinstance(step, Refuse), step.message
         if isinstance(step, TracedLaunch):
-            numbers = {
-                argument.name: argument.value.evaluate(shapes, attributes)
-                for argument in step.arguments
-                if isinstance(argument, Scalar)
-            }
+            scalars = [argument for argument in step.arguments if isinstance(argument, Scalar)]
+            numbers = {each.name: each.value.evaluate(shapes, attributes) for each in scalars}
             grid = tuple(size.evaluate(shapes, attributes) for size in step.grid)
             launches.append(
                 (step.kernel.fn.__name__, grid, numbers, dict(step.constants), dict(step.options))

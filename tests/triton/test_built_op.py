@@ -139,9 +139,7 @@ def test_without_its_python_file_the_gpu_is_tested(library: Library, tmp_path: P
 
 def test_what_cannot_be_built(tmp_path: Path) -> None:
     mish = mish_file(tmp_path, "refused_mish").read_text()
-    assert "--archs sm_90: expected native, all, or a list" in refused(
-        tmp_path, "refused_mish", mish, "sm_90"
-    )
+    assert "--archs sm_90: expected native, all, or a" in refused(tmp_path, "refused_mish", mish, "sm_90")
     with pytest.raises(BuildError, match="--cpu: kernels in Python run on CUDA only"):
         build(find_project([tmp_path / "refused_mish.py"]), options=Options(cpu=True))
     said = refused(tmp_path, "refused_mish", mish, "90", domain="other")
@@ -160,9 +158,7 @@ def test_what_cannot_be_built(tmp_path: Path) -> None:
 def test_ops_of_one_name(tmp_path: Path) -> None:
     file = mish_file(tmp_path, "one_name")
     (tmp_path / "other.h").write_text(tiny("one_name"))
-    with pytest.raises(
-        BuildError, match=r"one_name.py:\d+: one_name is an op of other.h, too. Ops of one library have diff"
-    ):
+    with pytest.raises(BuildError, match=r"one_name.py:\d+: one_name is an op of other.h, too"):
         build(find_project([file, tmp_path / "other.h"]), options=Options("80"))
     second = mish_file(tmp_path / "second", "one_name").rename(tmp_path / "second.py")
     second.write_text(second.read_text().replace("body=", 'domain="one_name", body='))

@@ -135,9 +135,7 @@ def test_launchers_that_do_not_fit(launcher: Any, said: str) -> None:
     ],
 )
 def test_declarations_that_say_too_little(texts: dict[str, Any]) -> None:
-    with pytest.raises(
-        RecordError, match=r'n in sizes of f.*Expected sizes="n <= numel\(x\)", shapes="y = \[n\]'
-    ):
+    with pytest.raises(RecordError, match=r'n in sizes of f.*Expected sizes="n <= numel\(x\)", shapes'):
         twinop.triton_op("f(Tensor x) -> Tensor", body=torch.relu, domain="counted_f", **texts)(without_sizes)
 
 

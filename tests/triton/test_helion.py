@@ -54,19 +54,13 @@ def written(kernel: Any, args: Sequence[Any], folder: Path, name: str, alone: bo
 
 @pytest.mark.slow  # Helion needs seconds for each; the file that it wrote is compared below
 def test_a_plan_has_the_launch_of_helions_own_code(softmax: Any, tmp_path: Path) -> None:
-    plans = trace(
-        record("f", "x", "residual", input_shapes="residual = x"), softmax.add_softmax.launcher, SAMPLES
-    )
+    entry = record("f", "x", "residual", input_shapes="residual = x")
+    plans = trace(entry, softmax.add_softmax.launcher, SAMPLES)
     assert plans.notes == ()
     for index, shape in enumerate(SHAPES[1::2]):
         shapes = [shape, shape]
-        own = written(
-            softmax.add_softmax_kernel,
-            [torch.empty(shape) for _ in "xr"],
-            tmp_path,
-            f"helion_own_{index}",
-            True,
-        )
+        given, name = [torch.empty(shape) for _ in "xr"], f"helion_own_{index}"
+        own = written(softmax.add_softmax_kernel, given, tmp_path, name, True)
         plan = chosen(plans, shapes)
         assert evaluated(plan, shapes) == direct(own.add_softmax_kernel, shapes)
         assert plan.steps[0].kernel.src == own._helion_add_softmax_kernel.src
@@ -138,15 +132,11 @@ def test_sizes_that_a_kernel_specializes(kernels: Any) -> None:
 
 def test_sizes_that_no_sample_has(softmax: Any) -> None:
     """Helion asked whether there is one row; only a sample with more is there."""
-    plans = trace(
-        record("f", "x", "residual", input_shapes="residual = x"), softmax.add_softmax.launcher, SAMPLES[-1:]
-    )
+    entry = record("f", "x", "residual", input_shapes="residual = x")
+    plans = trace(entry, softmax.add_softmax.launcher, SAMPLES[-1:])
     [refusal] = chosen(plans, [(1, 48)] * 2).steps
     assert isinstance(refusal, Refuse)
-    assert (
-        "Helion wrote add_softmax_kernel for the sizes of the samples, and no sample has such"
-        in refusal.message
-    )
+    assert "for the sizes of the samples, and no sample has such" in refusal.message
 
 
 @pytest.mark.parametrize(
@@ -172,9 +162,7 @@ def test_the_page_of_the_guide(kernels: Any, tmp_path: Path) -> None:
 
 def test_an_untested_helion(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.0.1")
-    with pytest.raises(
-        BuildError, match=r"Helion 9.0.1 was not tested .*; expected 1.5 to 1.5: pip install 'helion==1.5"
-    ):
+    with pytest.raises(BuildError, match=r"Helion 9.0.1 was not tested .*: pip install 'helion==1.5"):
         kernels.helion_scaled(torch.ones(3))
 
 
@@ -183,9 +171,8 @@ def test_the_library_has_the_bits_of_helions_own_launch(kernels: Any, softmax: A
     """Before it is built, in torch.compile, and in the library; Helion writes the same code on this GPU."""
     kernel = softmax.add_softmax_kernel
     shutil.copy(softmax.__file__, tmp_path / "helion_built.py")
-    library = build(
-        find_project([tmp_path / "helion_built.py"]), tmp_path / "libhelion_built.so", Options()
-    ).library
+    project = find_project([tmp_path / "helion_built.py"])
+    library = build(project, tmp_path / "libhelion_built.so", Options()).library
     twinop.torch_op.load(library.path)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for shape in SHAPES:

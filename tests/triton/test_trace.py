@@ -173,9 +173,7 @@ def test_a_branch_that_no_sample_takes_is_noted() -> None:
     heads = [dict.fromkeys("qkv", torch.empty(1, 2, 9, 64))]
     op = trace(traced("attention").record, launchers.attention, heads)
     (note,) = op.notes
-    assert re.fullmatch(
-        r"launchers.py:\d+: Eq\(q.shape\[3\], 32\): refused where this holds, as no sample does", note
-    )
+    assert re.fullmatch(r"launchers.py:\d+: Eq\(q.shape\[3\], 32\): refused where this holds, .*", note)
     shapes = [(2, 3, 65, 33)] * 3
     assert "expected 32 or 64" in chosen(op, shapes, 0.5, True).steps[0].message
     with pytest.raises(AssertionError):
@@ -263,7 +261,7 @@ def test_an_argument_of_none_is_a_constant() -> None:
     assert [argument.type for argument in step.arguments[2:]] == ["i1", "fp32"]
 
 
-@pytest.mark.parametrize("kernel", ["rms_norm", "layer_norm", "swiglu"])
+@pytest.mark.parametrize("kernel", ["rms_norm", "swiglu"])
 def test_kernels_of_liger_are_traced_as_they_are(kernel: str) -> None:
     module = importlib.import_module(f"liger_kernel.ops.{kernel}")
     settings = importlib.import_module("liger_kernel.ops.utils").calculate_settings
@@ -277,15 +275,6 @@ def test_kernels_of_liger_are_traced_as_they_are(kernel: str) -> None:
         )  # fmt: skip
         return y
 
-    def layer_norm(x, weight):
-        y, mean, rstd = torch.empty_like(x), *(x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
-        block, num_warps = settings(x.shape[1])
-        module._layer_norm_forward_kernel[(x.shape[0],)](
-            y, y.stride(0), x, x.stride(0), weight, weight.stride(0), weight, weight.stride(0), mean,
-            mean.stride(0), rstd, rstd.stride(0), x.shape[1], 1e-6, BLOCK_SIZE=block, num_warps=num_warps,
-        )  # fmt: skip
-        return y
-
     def swiglu(x, weight):
         y = torch.empty_like(x)
         block, num_warps = settings(x.shape[1])
@@ -294,7 +283,7 @@ def test_kernels_of_liger_are_traced_as_they_are(kernel: str) -> None:
         )
         return y
 
-    launcher = {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu}[kernel]
+    launcher = {"rms_norm": rms_norm, "swiglu": swiglu}[kernel]
     op = trace(record(kernel, "x", "weight"), launcher, sized(x=(3, None), weight=(None,)))
     for size in (*SIZES, 65536):
         shapes = [(5, size), (size,)]

@@ -84,9 +84,8 @@ def test_both_runtimes_store_8_bits(library: Library, device: str) -> None:
         found = getattr(ops, name)(*inputs)
         assert found.dtype == wanted.dtype and found.float().cpu().equal(wanted.float())
         dtypes = {"x": str(given.dtype)[6:], "scale": "float32", "y": str(wanted.dtype)[6:]}
-        session = make_session(
-            one_node_model(library.records[name], dtypes, [1, 1], {}), library.path, device
-        )
+        model = one_node_model(library.records[name], dtypes, [1, 1], {})
+        session = make_session(model, library.path, device)
         result = torch.empty_like(wanted, device=device)
         run_bound(session, dict(zip(("x", "scale"), inputs, strict=True)), {"y": result})
         assert result.float().cpu().equal(wanted.float())

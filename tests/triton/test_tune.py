@@ -71,11 +71,8 @@ def test_a_build_chooses_what_was_measured(tmp_path: Path) -> None:
     Tuning(measured).write(tuning_file(file))
     contents, _ = make_contents(Project("tuned", "tuned", (), modules=(file,)), [80, 90], False)
     for n, arch, block in [(1000, 90, 64), (1001, 90, 1024), (2**20, 90, 1024), (2**20, 80, 64)]:
-        plan = next(
-            plan
-            for plan in contents.ops[0].plans
-            if plan.ranks == (1,) and all(guard.evaluate([(n,)], (), arch) for guard in plan.guards)
-        )
+        plans = [plan for plan in contents.ops[0].plans if plan.ranks == (1,)]
+        plan = next(plan for plan in plans if all(guard.evaluate([(n,)], (), arch) for guard in plan.guards))
         assert plan.steps[0].grid[0].evaluate([(n,)]) == -(-n // block)  # type: ignore[union-attr]
 
 

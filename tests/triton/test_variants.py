@@ -46,9 +46,7 @@ def chosen_variant(found: Sequence[Variant[Source]], values: Sequence[Any]) -> V
         number = value.data_ptr() if isinstance(value, Address) else value
         return number % 16 == 0 if assumed == DIVISIBLE else -(2**31) <= number < 2**31
 
-    return next(
-        variant for variant in found if all(holds(*requirement) for requirement in variant.requirements)
-    )
+    return next(variant for variant in found if all(holds(*each) for each in variant.requirements))
 
 
 def of_triton(launch: TracedLaunch, values: Sequence[Any]) -> Specialisation:
@@ -72,10 +70,8 @@ def assumed_by(launch: TracedLaunch, variant: Variant[Source]) -> Specialisation
     """Returns what the kernel of a variant was compiled for."""
     names = list(variant.kernel.signature)
     marked = {names[place] for (place,) in variant.kernel.attributes}
-    return {
-        argument.name: (variant.kernel.signature[argument.name], argument.name in marked)
-        for argument in launch.arguments
-    }
+    kinds, names = variant.kernel.signature, [argument.name for argument in launch.arguments]
+    return {name: (kinds[name], name in marked) for name in names}
 
 
 def is_sound(assumed: Specialisation, true: Specialisation) -> bool:
@@ -145,9 +141,7 @@ def test_annotations_and_do_not_specialize() -> None:
 
 def test_an_unknown_option_is_refused() -> None:
     launch = launch_of(add_kernel, *gelu_launch().arguments, options={"num_wraps": 4}, BLOCK=8)
-    with pytest.raises(
-        BuildError, match=r"add_kernel, ahead_kernels.py:\d+: Triton does not take these arguments"
-    ):
+    with pytest.raises(BuildError, match=r"add_kernel, ahead_kernels.py:\d+: Triton does not take these"):
         variants(launch)
 
 
@@ -161,15 +155,11 @@ def test_triton_launches_the_kernel_of_the_chosen_variant(n: int, dtype: str) ->
     y = torch.empty_like(x)
     launch = gelu_launch(dtype)
     made = launch.kernel[(8,)](x, y, n, BLOCK=1024, enable_fp_fusion=True)
-    source = chosen_variant(
-        variants(launch), [Address(x.data_ptr(), dtype), Address(y.data_ptr(), dtype), n]
-    ).kernel
+    addresses = [Address(tensor.data_ptr(), dtype) for tensor in (x, y)]
+    source = chosen_variant(variants(launch), [*addresses, n]).kernel
     attributes = {place: value for place, value in made.src.attrs.items() if value}
-    assert (made.src.signature, made.src.constants, attributes) == (
-        source.signature,
-        source.constants,
-        source.attributes,
-    )
+    assert (made.src.signature, made.src.constants) == (source.signature, source.constants)
+    assert attributes == source.attributes
 
 
 SIZES = (0, 1, 15, 16, 48, 2**31 - 1, 2**31, 2**31 + 16)
