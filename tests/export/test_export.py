@@ -155,10 +155,8 @@ def test_metadata_and_checks(tmp_path: Path) -> None:
     report = plain(torch_op.CustomReLU(), torch.randn(2, 3), path, **options)
     proto = onnx.load(path)
     metadata = {entry.key: entry.value for entry in proto.metadata_props}
-    assert metadata == {
-        "twinop.version": twinop.__version__,
-        "twinop.schema.CustomRelu": RECORDS["relu"].schema_hash,
-    }
+    schema = {"twinop.schema.CustomRelu": RECORDS["relu"].schema_hash}
+    assert metadata == {"twinop.version": twinop.__version__} | schema
     onnx.checker.check_model(proto, full_check=True)
     assert report.size == path.stat().st_size and report.opset == 20 and report.path == path
     assert report.inputs == {"x": "float [batch,3]"} and report.outputs == {"y": "float [batch,3]"}
@@ -224,10 +222,7 @@ _pytree.register_pytree_node(
     Cache,
     lambda each: ([each.k, each.v], None),
     lambda entries, _: Cache(*entries),
-    flatten_with_keys_fn=lambda each: (
-        [(_pytree.GetAttrKey("k"), each.k), (_pytree.GetAttrKey("v"), each.v)],
-        None,
-    ),
+    flatten_with_keys_fn=lambda c: ([(_pytree.GetAttrKey("k"), c.k), (_pytree.GetAttrKey("v"), c.v)], None),
 )
 A, B = torch.randn(4, 3), torch.randn(4, 3)
 CONTAINERS: dict[str, tuple[Any, Callable[[Any], torch.Tensor], list[str]]] = {

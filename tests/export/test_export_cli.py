@@ -107,14 +107,7 @@ def test_the_script_runs_from_anywhere(folder: Path) -> None:
     said = [line for line in done.stderr.splitlines() if ": memory " not in line]  # of a step that takes long
     assert done.returncode == 0 and said == [], done.stderr
     assert len(done.stdout.splitlines()) < 15
-    table = (
-        "custom_relu.onnx",
-        "CustomRelu x 1",
-        "ai.onnx 20, custom_domain 1",
-        "bytes",
-        "bit for bit",
-        "yes",
-    )
+    table = ("CustomRelu x 1", "ai.onnx 20, custom_domain 1", "bytes", "bit for bit", "yes")
     assert all(text in done.stdout for text in table), done.stdout
     model = onnx.load("custom_relu.onnx")
     assert [node.op_type for node in model.graph.node] == ["CustomRelu"]
@@ -124,10 +117,8 @@ def test_the_script_runs_from_anywhere(folder: Path) -> None:
 
 
 def test_options_for_the_example(folder: Path) -> None:
-    output = succeed(
-        *("--dtype", "float16", "--dynamic", "x:0=rows,1=columns", "--opset", "22"),
-        *("--exporter", "torchscript", "-o", "half.onnx"),
-    )
+    options = "--dtype float16 --dynamic x:0=rows,1=columns --opset 22 --exporter torchscript -o half.onnx"
+    output = succeed(*options.split())
     assert "half.onnx" in output and "ai.onnx 22" in output and "float16 [rows,columns]" in output
     succeed("--dynamic", "none", "-o", "fixed.onnx", "--no-bodies", *QUICK)
     model = onnx.load("fixed.onnx")

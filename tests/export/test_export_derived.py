@@ -37,11 +37,8 @@ class Calls(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         op = torch.ops.custom_domain.pad_affine
-        return (
-            op(x, None, w, 2.5, "minus", [1, 2]),
-            op(x, None, w, pads=[3, 4], scale=0.5),
-            op(x, bias=w, sign="minus"),
-        )
+        by_position = op(x, None, w, 2.5, "minus", [1, 2])
+        return by_position, op(x, None, w, pads=[3, 4], scale=0.5), op(x, bias=w, sign="minus")
 
 
 WANTED = [

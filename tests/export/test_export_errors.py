@@ -152,9 +152,7 @@ class Score(torch.nn.Module):
     ],
     ids=["ids only", "mean of a normed row", "shares"],
 )
-def test_outputs_near_zero_have_errors_of_what_cancels(
-    model: Any, example: torch.Tensor, tmp_path: Path
-) -> None:
+def test_outputs_near_zero_where_numbers_cancel(model: Any, example: torch.Tensor, tmp_path: Path) -> None:
     assert plain(model, example, tmp_path / "m.onnx", exporter="torchscript").parity is not None
 
 
@@ -202,9 +200,7 @@ def test_wrong_for_special_inputs_only(special: str, tmp_path: Path, monkeypatch
         lambda x: torch.softmax(x @ x.T, -1),
     ],
 )
-def test_special_inputs_for_which_torch_has_no_certain_result(
-    compute: Callable[..., torch.Tensor], tmp_path: Path
-) -> None:
+def test_special_inputs_of_no_certain_result(compute: Callable[..., torch.Tensor], tmp_path: Path) -> None:
     report = plain(Numbers(compute), torch.randn(4, 16), tmp_path / "m.onnx", exporter="torchscript")
     assert report.parity is not None and report.parity.error < 1e-3 and not report.notes
 
@@ -247,10 +243,8 @@ def test_a_model_that_draws_random_numbers(exporter: str, kind: str, tmp_path: P
 def test_what_only_the_other_exporter_takes(tmp_path: Path) -> None:
     """torch 2.13 has no function for a number minus integers where the result is floating."""
     mask, path = torch.tensor([[1, 1, 0], [1, 0, 0]]), tmp_path / "m.onnx"
-    for compute in (
-        lambda m: 1.0 - m,
-        lambda m: torch.nn.functional.scaled_dot_product_attention(*[m.float().reshape(1, 2, 3)] * 3),
-    ):
+    attention = torch.nn.functional.scaled_dot_product_attention
+    for compute in (lambda m: 1.0 - m, lambda m: attention(*[m.float().reshape(1, 2, 3)] * 3)):
         try:
             assert plain(Numbers(compute), mask, path).parity is not None
         except ExportError as error:

@@ -99,10 +99,8 @@ def test_the_matmul_scales_before_it_adds(activation: str, dtype: torch.dtype) -
     b, r = spread(32, dtype=dtype), spread(4, 7, 32, dtype=dtype)
     kind = "float16" if dtype is torch.float16 else "bfloat16"
     call = f'{DOMAIN}.CustomLinearFp8 <activation = "{activation}"> '
-    inputs = (
-        f"float8e4m3fn[A, B, 48] x, float[A, B] s, float8e4m3fn[32, 48] w, float[32] v, {kind}[32] b, "
-        f"{kind}[A, B, 32] r"
-    )
+    inputs = "float8e4m3fn[A, B, 48] x, float[A, B] s, float8e4m3fn[32, 48] w, float[32] v"
+    inputs += f", {kind}[32] b, {kind}[A, B, 32] r"
     tensors = [torch.from_numpy(each.view(np.uint8)).view(torch.float8_e4m3fn) for each in (q, p)]
     given = {"x": tensors[0], "s": torch.from_numpy(s), "w": tensors[1], "v": torch.from_numpy(v)}
     found = run([f"y = {call} (x, s, w, v, b, r)"], inputs, **given, b=b, r=r)["y"]
@@ -117,10 +115,8 @@ def test_the_matmul_scales_before_it_adds(activation: str, dtype: torch.dtype) -
 
 def test_an_output_that_nothing_reads_has_no_name() -> None:
     """So the kernel does not write it; the last one that a node of the op reads, all others have, too."""
-    nodes = [
-        f"q, s, y, t = {DOMAIN}.CustomAddRmsNormFp8 (x, r, w)",
-        f"p, v, z, u = {DOMAIN}.CustomAddRmsNormFp8 (y, r, w)",
-    ]
+    norm = f"{DOMAIN}.CustomAddRmsNormFp8"
+    nodes = [f"q, s, y, t = {norm} (x, r, w)", f"p, v, z, u = {norm} (y, r, w)"]
     model = model_of(nodes, "float16[N, 16] x, float16[N, 16] r, float16[16] w")
     kept = [each for each in model.graph.output if each.name in "qspvu"]
     del model.graph.output[:]

@@ -128,12 +128,8 @@ def test_only_data_that_twinop_wrote_and_nobody_names_goes(tmp_path: Path) -> No
     first = write(1, target)
     other = tmp_path / "other.onnx"
     other.write_bytes(target.read_bytes())
-    foreign = {
-        FOREIGN: b"somebody's",
-        "model.onnx.data": b"old",
-        "model.data": b"",
-        "notmodel." + first.name[6:]: first.read_bytes(),
-    }
+    foreign = {FOREIGN: b"somebody's", "model.onnx.data": b"old", "model.data": b""}
+    foreign["notmodel." + first.name[6:]] = first.read_bytes()
     for name, content in foreign.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "model.aaaaaaaaaaaaaaaa.data").mkdir()

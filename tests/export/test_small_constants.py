@@ -38,9 +38,7 @@ FOLDED = {
         constants(a=0.0, b=1.0, c=2.0, d=3.0) + "s = Clip (x, a, b) y = Clip (s, c, d)", NUMBERS,
         ["Clip", "Clip"],
     ),
-    "relu of a range": (
-        constants(a=-3.0, b=-1.0) + "s = Clip (x, a, b) y = Relu (s)", NUMBERS, ["Clip", "Relu"],
-    ),
+    "a range": (constants(a=-3.0, b=-1.0) + "s = Clip (x, a, b) y = Relu (s)", NUMBERS, ["Clip", "Relu"]),
     "scatter that adds": (
         "i = Constant <value = int64[2, 1] {0, 1}> () u = Neg (x) r = Shape (x) d = Reshape (x, r)"
         ' y = ScatterND <reduction="add"> (d, i, u)',

@@ -39,9 +39,6 @@ def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     assert (error := difference(expected, found)) <= accepted, f"{what}: {error:.2e}"
 
 
-# ----------------------------------------------------------------------------- replace_modules
-
-
 @each_style
 def test_replaced(style: str) -> None:
     model = encoder(style, SIZE)
@@ -124,9 +121,6 @@ def test_activations(name: str) -> None:
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=2e-6)
 
 
-# ----------------------------------------------------------------------------- training
-
-
 def losses(model: nn.Module, device: str) -> list[float]:
     """Returns the losses of ten steps towards random targets."""
     model.to(device).train()
@@ -155,15 +149,11 @@ def test_ten_steps(style: str, device: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=f"{name} differs after ten steps")
 
 
-# ----------------------------------------------------------------------------- export
-
-
 def exported(
     style: str, exporter: str, path: Path, dtype: torch.dtype = torch.float32, **options: Any
 ) -> ExportReport:
-    return export(
-        pair(style, dtype)[1], batch(TINY, padding=5), path, exporter=exporter, **options, optimize=False
-    )
+    given = batch(TINY, padding=5)
+    return export(pair(style, dtype)[1], given, path, exporter=exporter, **options, optimize=False)
 
 
 @pytest.mark.parametrize(

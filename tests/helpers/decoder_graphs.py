@@ -132,10 +132,8 @@ class _Writer:
         normed, total = self.norm(x, skip, f"{name}.input_layernorm")
         y = self.attention(normed, i, lengths)
         normed, total = self.norm(total, y, f"{name}.post_attention_layernorm")
-        gate, up = (
-            self.product(normed, f"{name}.mlp.{each}_proj.MatMul", s.width, s.inner)
-            for each in ("gate", "up")
-        )
+        matmuls = (f"{name}.mlp.{each}_proj.MatMul" for each in ("gate", "up"))
+        gate, up = (self.product(normed, each, s.width, s.inner) for each in matmuls)
         sigmoid = self.node("Sigmoid", [gate], f"/{name}.mlp/Sigmoid")
         silu = self.node("Mul", [gate, sigmoid], f"/{name}.mlp/silu")
         y = self.node("Mul", [silu, up], f"/{name}.mlp/Mul")
@@ -214,11 +212,7 @@ def _config(s: Sizes, layers: int, graph: bool) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_key_value_heads": s.kv_heads,
     }
-    model: dict[str, Any] = {
-        "type": "qwen3" if s.norms else "llama",
-        "context_length": s.context,
-        "vocab_size": s.vocab,
-    }
-    model |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "decoder": decoder}
+    model: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "decoder": decoder}
+    model |= {"type": "qwen3" if s.norms else "llama", "context_length": s.context, "vocab_size": s.vocab}
     search = {"max_length": s.context, "do_sample": False, "past_present_share_buffer": True}
     return {"model": model, "search": search}

@@ -77,17 +77,13 @@ def exact(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         rows = first[b] + torch.arange(tokens)
         q, k, v = parts[b].split((heads, kv_heads, kv_heads), 1)
         if "norms" in call:
-            q, k = (
-                x * (x.square().mean(-1, keepdim=True) + call["eps"]).rsqrt() * weight
-                for x, weight in zip((q, k), call["norms"], strict=True)
-            )
+            scaled = (x * (x.square().mean(-1, keepdim=True) + call["eps"]).rsqrt() for x in (q, k))
+            q, k = (x * weight for x, weight in zip(scaled, call["norms"], strict=True))
         if "cos_sin" in call:
             q, k = (turned(x, call["cos_sin"][rows], call.get("interleaved", False)) for x in (q, k))
         k_cache[b, :, rows], v_cache[b, :, rows] = k.transpose(0, 1), v.transpose(0, 1)
         end = int(rows[-1]) + 1
-        keys, values = (
-            each[b, :, :end].repeat_interleave(heads // kv_heads, 0) for each in (k_cache, v_cache)
-        )
+        keys, values = (k[b, :, :end].repeat_interleave(heads // kv_heads, 0) for k in (k_cache, v_cache))
         scores = torch.einsum("shd,hkd->hsk", q, keys) * (call.get("scale") or size**-0.5)
         if cap := call.get("softcap", 0):
             scores = cap * (scores / cap).tanh()
@@ -217,9 +213,7 @@ def test_a_captured_graph_serves_every_context() -> None:
     rows = 600
     call = to(make_call([0, 0, 0], 1, 8, 2, 64, rows + 8, pairs=1.0), torch.float16, "cuda")
     backing = [call[name].nan_to_num(0) for name in ("k_cache", "v_cache")]
-    call |= dict(
-        zip(("k_cache", "v_cache"), (each[:, :, :rows].contiguous() for each in backing), strict=True)
-    )
+    call |= dict(zip(("k_cache", "v_cache"), (t[:, :, :rows].contiguous() for t in backing), strict=True))
     eager = call | {name: call[name].clone() for name in ("k_cache", "v_cache")}
     run(call)
     graph = torch.cuda.CUDAGraph()

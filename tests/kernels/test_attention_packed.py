@@ -52,11 +52,8 @@ def test_values(size: int, dtype: torch.dtype, device: str) -> None:
     many = [(800, 1, 7), (260, 3, 16), (100, 2, 49), (96, 2, 64)]  # more than a GPU computes at once
     for batch, heads, tokens in [*few, *long, *(many if device == "cuda" else many[2:3])]:
         qkv = random(batch, tokens, 3 * heads * size, dtype=dtype)
-        biases = [
-            None,
-            random(batch, 1, 1, tokens, dtype=dtype),
-            random(1, heads, tokens, tokens, dtype=dtype),
-        ]
+        shapes = (batch, 1, 1, tokens), (1, heads, tokens, tokens)
+        biases = [None, *(random(*shape, dtype=dtype) for shape in shapes)]
         bias = biases[tokens % 3]
         causal = tokens % 2 == 0
         given = bias if bias is None else bias.to(device)

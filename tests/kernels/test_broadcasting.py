@@ -30,8 +30,6 @@ def call(record: OpSpec, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-# ---------------------------------------------------------------------------- layouts
-
 SIZES = st.one_of(st.integers(1, 9), st.sampled_from([0, 16, 17, 32, 64, 65, 127, 256, 300]))
 MOST = 1 << 14
 
@@ -88,9 +86,8 @@ def broadcast_shapes(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], ...]
 
 def check_strides(record: OpSpec, tensors: list[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
     """The fake, which torch.compile relies on, returns the same shapes, dtypes and strides."""
-    fakes = call(
-        record, *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors)
-    )
+    given = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+    fakes = call(record, *given)
     for result, fake in zip(results, fakes, strict=True):
         assert result.shape == fake.shape and result.dtype == fake.dtype
         for size, stride, expected in zip(result.shape, result.stride(), fake.stride(), strict=True):
@@ -194,9 +191,6 @@ def test_views_of_large_tensors(dtype: torch.dtype, device: str) -> None:
                 assert_same_bits(result, expected, f"{tuple(a.shape)} {a.stride()} {b.stride()}")
 
 
-# ---------------------------------------------------------------------------- the rest of torch
-
-
 @pytest.mark.parametrize("strides", [((2, 2, 0), (1, 8, 2)), ((3, 6, 1), (2, 1, 1))])
 def test_the_fake_knows_dense_inputs_with_odd_strides_of_size_1(strides: Any) -> None:
     """A dense second input determines the strides. The stride of its dimension of size 1 does not matter."""
@@ -234,9 +228,6 @@ def test_derivatives_of_pow_where_it_has_edges(device: str) -> None:
         torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-14, atol=0)
 
 
-# ---------------------------------------------------------------------------- swiglu of one packed tensor
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 64, 65, 255, 256, 1000])
@@ -248,11 +239,8 @@ def test_packed_swiglu_is_swiglu_of_its_halves(columns: int, dtype: torch.dtype,
             gate, value = x[..., :columns], x[..., columns:]
             assert_same_bits(torch_op.swiglu_packed(x), torch_op.swiglu(value, gate), f"{rows} {columns}")
             grad_x, grad_gate = torch_op.swiglu_backward(grad, value, gate)
-            assert_same_bits(
-                torch_op.swiglu_packed_backward(grad, x),
-                torch.cat((grad_gate, grad_x), -1),
-                f"backward {rows} {columns}",
-            )
+            expected, found = torch.cat((grad_gate, grad_x), -1), torch_op.swiglu_packed_backward(grad, x)
+            assert_same_bits(found, expected, f"backward {rows} {columns}")
 
 
 def test_packed_swiglu_needs_an_even_width() -> None:
@@ -260,9 +248,6 @@ def test_packed_swiglu_needs_an_even_width() -> None:
         with pytest.raises(Exception, match="swiglu_packed") as error:
             torch_op.swiglu_packed(torch.ones(2, 7, device=device))
         assert "7" in str(error.value) and "6" in str(error.value)
-
-
-# ---------------------------------------------------------------------------- more than 2^31 elements
 
 
 @pytest.mark.cuda

@@ -11,9 +11,7 @@ from record_driver import ROOT, compiler
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("choices") / "choices"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/twinop/include"]
-    subprocess.run(
-        [compiler(), *flags, str(ROOT / "tests/kernels/choices.cpp"), "-o", str(program)], check=True
-    )
+    subprocess.run([compiler(), *flags, ROOT / "tests/kernels/choices.cpp", "-o", program], check=True)
     return program
 
 

@@ -59,10 +59,8 @@ WRONG = [ENTRIES, -ENTRIES - 1, 2**31 - 1, -(2**31), 2**40, -(2**40), 2**63 - 1,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_ids_outside_of_the_table(dtype: torch.dtype, columns: int, device: str) -> None:
     """Their rows are NaN, others as without them; aligned and not, of both types of ids."""
-    table, rows = (
-        random(ENTRIES, columns, dtype=dtype).to(device),
-        random(1, 9, columns, dtype=dtype).to(device),
-    )
+    sizes = (ENTRIES, columns), (1, 9, columns)
+    table, rows = (random(*size, dtype=dtype).to(device) for size in sizes)
     weight = random(columns, dtype=dtype).to(device)
     shifted = moved(table)
     right = torch.tensor([[0, 1, 2, 3, 4, -1, -ENTRIES, ENTRIES - 1, 5]], device=device)
@@ -72,9 +70,8 @@ def test_ids_outside_of_the_table(dtype: torch.dtype, columns: int, device: str)
         ids[1, 8] = wrong[0]
         for given in (table, shifted):
             expected = torch_op.embed_layer_norm(given, right.repeat(2, 1), rows, weight)
-            for found, without in zip(
-                torch_op.embed_layer_norm(given, ids, rows, weight), expected, strict=True
-            ):
+            results = torch_op.embed_layer_norm(given, ids, rows, weight)
+            for found, without in zip(results, expected, strict=True):
                 is_wrong = torch.zeros(2, 9, dtype=torch.bool, device=device)
                 is_wrong[0, : len(wrong)] = is_wrong[1, 8] = True
                 assert found[is_wrong].isnan().all()
@@ -92,13 +89,10 @@ def test_ids_outside_of_the_table_in_onnxruntime(kind: torch.dtype) -> None:
     feeds = {"table": random(ENTRIES, 8), "ids": ids, "rows": random(1, 3, 8), "weight": random(8)}
     expected = torch_op.embed_layer_norm(*feeds.values())
     assert expected[0].isnan().any(-1).tolist() == [[False, True, False], [True, True, False]]
-    found = make_session(model, find_library("custom_ops"), "cpu").run(
-        None, {name: each.numpy() for name, each in feeds.items()}
-    )
-    assert all(
-        torch.equal(torch.from_numpy(a).nan_to_num(9), b.nan_to_num(9))
-        for a, b in zip(found, expected, strict=True)
-    )
+    arrays = {name: each.numpy() for name, each in feeds.items()}
+    found = make_session(model, find_library("custom_ops"), "cpu").run(None, arrays)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(torch.from_numpy(a).nan_to_num(9), b.nan_to_num(9))
     in_body = body_session(attach_bodies(model)).run(feeds)
     for name, wanted in zip(("y", "sum"), expected, strict=True):
         torch.testing.assert_close(in_body[name], wanted, equal_nan=True)

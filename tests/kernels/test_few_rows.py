@@ -39,9 +39,6 @@ def close(found: Tensor, expected: Tensor, size: Tensor, units: float = 1.5) -> 
     return bool(((found.double() - expected).abs() <= unit * (units * expected.abs() + size)).all())
 
 
-# ---------------------------------------------------------------------------- integers, on the CPU
-
-
 @pytest.mark.parametrize(("bits", "block", "with_zero"), FORMS)
 def test_weights_are_those_of_onnxruntime(bits: int, block: int, with_zero: bool) -> None:
     """The op, its body and MatMulNBits compute one product; K is no multiple of a chunk or block."""
@@ -174,9 +171,6 @@ def test_shapes_of_a_quantised_weight() -> None:
         torch_op.linear_q(x, **weight, bits=3)
 
 
-# ---------------------------------------------------------------------------- on a GPU
-
-
 def calls(k: int, n: int, dtype: torch.dtype, kind: str) -> tuple[Any, Any, Tensor]:
     """Returns `linear` and `linear_swiglu` of a weight as functions of x and more, and the weight in fp64."""
     if kind == "dense":
@@ -195,9 +189,7 @@ def calls(k: int, n: int, dtype: torch.dtype, kind: str) -> tuple[Any, Any, Tens
 
         return (
             linear,
-            lambda x, bias=zeros, **options: torch_op.linear_w8_swiglu(
-                x, q, scale, bias, few_rows=80, **options
-            ),
+            lambda x, bias=zeros, **more: torch_op.linear_w8_swiglu(x, q, scale, bias, few_rows=80, **more),
             q.double() * scale.double()[:, None],
         )
     bits, block, with_zero = (int(each) for each in kind.split())
@@ -389,9 +381,6 @@ def test_rows_that_do_not_fit_are_named() -> None:
         torch_op.linear_q(x, **{name: each.cuda() for name, each in weight.items()})
 
 
-# ---------------------------------------------------------------------------- invariant matmuls
-
-
 @pytest.mark.parametrize("kind", ["dense", "4 32 1"])
 def test_the_cpu_pays_no_heed_to_invariant(kind: str) -> None:
     x = random(5, 64)
@@ -439,10 +428,8 @@ def test_bits_of_an_invariant_product(n: int, k: int, kind: str, dtype: torch.dt
     ],
 )
 def test_invariant_products_without_a_kernel_are_refused(n: int, k: int, dtype: str, layout: str) -> None:
-    x, weight = (
-        random(*shape, dtype=getattr(torch, dtype), device="cuda")
-        for shape in ((3, k), (n, k) if layout == "nk" else (k, n))
-    )
+    shapes = (3, k), (n, k) if layout == "nk" else (k, n)
+    x, weight = (random(*shape, dtype=getattr(torch, dtype), device="cuda") for shape in shapes)
     torch_op.linear(x, weight, layout=layout)
     message = f"K is {k} and N {n}; an invariant product takes 16-bit types, layout nk, K a multiple of 64"
     with pytest.raises(RuntimeError, match=message):

@@ -14,11 +14,8 @@ FOLDER = ROOT / "tests/kernels"
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 def test_errors_of_the_runtime(tmp_path: Path) -> None:
     command = ["nvcc", "-cudart=none", "-std=c++17", '-DTWINOP_CUDA_ARCHS="90"', "-arch=sm_90"]
-    command += [
-        f"-I{ROOT}/twinop/include",
-        str(FOLDER / "launch_errors.cu"),
-        str(FOLDER / "failing_runtime.cpp"),
-    ]
+    sources = [str(FOLDER / "launch_errors.cu"), str(FOLDER / "failing_runtime.cpp")]
+    command += [f"-I{ROOT}/twinop/include", *sources]
     subprocess.run([*command, "-o", str(tmp_path / "errors")], check=True)
 
     def lines(**environment: str) -> list[str]:

@@ -24,9 +24,6 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max())
 
 
-# ---------------------------------------------------------------------------- errors
-
-
 DRIVER = """
 #include <cstdio>
 #include "twinop/ops/linear/cublaslt.h"
@@ -60,8 +57,6 @@ def test_without_cublaslt(tmp_path: Path) -> None:
     assert "the process's cuBLASLt has no function cublasLt" in said(str(tmp_path))
 
 
-# ---------------------------------------------------------------------------- ONNX Runtime
-
 FLOATS = dict.fromkeys(("x", "weight", "bias", "residual", "y"), "float32")
 
 
@@ -72,9 +67,8 @@ def test_constant_weights_on_the_cpu(dtype: torch.dtype) -> None:
     expected = F.gelu(F.linear(x.double(), weight.double(), bias.double()))
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.float64: 1e-14}[dtype]
     constants = {"weight": weight, "bias": bias}
-    model = model_of(
-        [linear_node(["x", "weight", "bias"], "y", activation="gelu")], ["b", "s", 72], constants
-    )
+    linear = linear_node(["x", "weight", "bias"], "y", activation="gelu")
+    model = model_of([linear], ["b", "s", 72], constants)
     types = dict.fromkeys(FLOATS, str(dtype).removeprefix("torch."))
     given = one_node_model(ALL["linear"], types, [1, 1, 1, 0], {"activation": "gelu"})
     found = []
@@ -135,9 +129,6 @@ def test_the_output_shape_is_inferred() -> None:
     model = model_of([linear_node(["x", "weight"], "y", layout="kn")], ["b", 3, 6], {"weight": weight})
     (y,) = make_session(model, LIBRARY, "cpu").get_outputs()
     assert y.shape == ["b", 3, 4]
-
-
-# ---------------------------------------------------------------------------- gradients
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -61,10 +61,8 @@ def test_gelu_is_as_exact_for_any_number_of_rows(dtype: torch.dtype, rows: int) 
 
 def test_the_same_bits_every_time() -> None:
     """Also where the sum over K is split, which a wide K with few rows asks for."""
-    x, weight = (
-        random(16, 16384, dtype=torch.bfloat16, device="cuda"),
-        random(64, 16384, dtype=torch.bfloat16, device="cuda"),
-    )
+    sizes = (16, 16384), (64, 16384)
+    x, weight = (random(*size, dtype=torch.bfloat16, device="cuda") for size in sizes)
     first = torch_op.linear(x, weight)
     for _ in range(20):
         assert torch.equal(torch_op.linear(x, weight), first)
@@ -72,10 +70,7 @@ def test_the_same_bits_every_time() -> None:
 
 def test_streams_and_threads_at_once() -> None:
     """Threads share a device's handle and plans, and each call has its own workspace."""
-    weight, bias = (
-        random(512, 256, dtype=torch.float16, device="cuda"),
-        random(512, dtype=torch.float16, device="cuda"),
-    )
+    weight, bias = (random(*size, dtype=torch.float16, device="cuda") for size in ((512, 256), (512,)))
     inputs = [random(100 + i, 256, dtype=torch.float16, device="cuda") for i in range(8)]
     expected = [torch_op.linear(x, weight, bias, activation="gelu_tanh") for x in inputs]
     torch.cuda.synchronize()

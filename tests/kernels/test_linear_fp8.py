@@ -180,13 +180,9 @@ def test_x_in_other_bits_than_the_op_has(device: str) -> None:
     """Each op takes its own: linear_fp8 with a scale a row, linear_w8 without one, and normed if asked."""
     q, q_scale, *weights = operands(2, 32, 64, torch.float16, device)
     x = numbers(2, 64, dtype=torch.float16, device=device)
-    with pytest.raises(
-        (RecordError, RuntimeError), match="no kernel takes these dtypes; .* float8_e4m3fn x_scale"
-    ):
+    with pytest.raises((RecordError, RuntimeError), match="no kernel takes these dtypes; .* x_scale"):
         torch_op.linear_fp8(x, q_scale, *weights)
-    with pytest.raises(
-        (RecordError, RuntimeError), match="no kernel takes these dtypes; .* float16 weight=float8"
-    ):
+    with pytest.raises((RecordError, RuntimeError), match="no kernel takes these dtypes; .* weight=float8"):
         torch_op.linear_w8(q, *weights)
     with pytest.raises(RuntimeError, match="rms_eps"):
         torch_op.linear_fp8(q, q_scale, *weights, rms_eps=0.1)
@@ -219,12 +215,8 @@ def test_a_scale_a_row_holds_tokens_and_channels_of_other_magnitudes(device: str
     scales = [float(each.abs().max()) / 448 for each in (x, weight)]
     one = [(each.float() / s).to(E4M3).double() * s for each, s in zip((x, weight), scales, strict=True)]
     small = (slice(1, None, 2), slice(1, None, 2))
-    assert (
-        error(found[small], expected[small])
-        < 0.05
-        < 0.3
-        < error((one[0] @ one[1].mT)[small], expected[small])
-    )
+    with_one = (one[0] @ one[1].mT)[small]
+    assert error(found[small], expected[small]) < 0.05 < 0.3 < error(with_one, expected[small])
 
 
 @each_device

@@ -29,9 +29,7 @@ def test_alignment_does_not_change_bits(dtype: str, device: str) -> None:
             window = out[8 - shift : 8 - shift + size]
             run_ort(sample, (window,))
             assert_same_bits(window, expected, f"ORT {size}+{shift}")
-            assert (out[: 8 - shift] == 123).all() and (out[8 - shift + size :] == 123).all(), (
-                f"{size}+{shift}"
-            )
+            assert (out[: 8 - shift] == 123).all() and (out[8 - shift + size :] == 123).all(), (size, shift)
 
 
 @pytest.mark.parametrize("device", DEVICES)

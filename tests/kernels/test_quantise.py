@@ -32,9 +32,8 @@ def near(numbers: Tensor) -> Tensor:
     bits = found.view(torch.int32)
     found = torch.cat([(bits + step).view(torch.float32) for step in (-1, 0, 1)])
     special = torch.tensor([0.0, torch.inf, torch.nan, 1e-45, 1e-30, 3.4e38])
-    found = torch.cat(
-        [found[found.isfinite()], special, torch.randn(20000) * torch.exp2(torch.randn(20000) * 6)]
-    )
+    spread = torch.randn(20000) * torch.exp2(torch.randn(20000) * 6)
+    found = torch.cat([found[found.isfinite()], special, spread])
     return torch.cat([found, -found])
 
 
@@ -61,10 +60,8 @@ def test_every_float(ops: torch_op.Ops, device: str, dtype: torch.dtype) -> None
     if dtype == E4M3:  # saturates, as in torch 2.13 and in ONNX
         x = x.clamp(-largest, largest)
     same(found, x.to(dtype))
-    same(
-        found,
-        torch.from_numpy(x.numpy().astype(getattr(ml_dtypes, str(dtype)[6:])).view(np.uint8)).view(dtype),
-    )
+    narrow = x.numpy().astype(getattr(ml_dtypes, str(dtype)[6:]))
+    same(found, torch.from_numpy(narrow.view(np.uint8)).view(dtype))
 
 
 @each_device

@@ -36,18 +36,13 @@ def test_in_place(dtype: str, layout: str, device: str) -> None:
     """ONNX Runtime may give an output the memory of its input. The end of a head may pass as it is."""
     record = RECORDS["rope"]
     dtypes = dict.fromkeys([*(entry.name for entry in record.inputs), *record.outputs], dtype)
-    for passing, sizes in (
-        (0, (2, 5, 12, 4, 32)),
-        (0, (1, 3, 2, 1, 129)),
-        (96, (2, 5, 4, 2, 16)),
-        (3, (1, 3, 2, 1, 5)),
-    ):
+    cases = (0, (2, 5, 12, 4, 32)), (0, (1, 3, 2, 1, 129)), (96, (2, 5, 4, 2, 16)), (3, (1, 3, 2, 1, 5))
+    for passing, sizes in cases:
         q, k, cos, sin = given(sizes, DTYPES[dtype], device, passing)
         attributes = {"layout": layout, "head_size": 2 * sizes[-1] + passing}
         expected = torch_op.rope(q, k, cos, sin, **attributes)
-        session = make_session(
-            one_node_model(record, dtypes, [True] * 4, attributes), library_of(record), device
-        )
+        model = one_node_model(record, dtypes, [True] * 4, attributes)
+        session = make_session(model, library_of(record), device)
         run_bound(session, {"q": q, "k": k, "cos": cos, "sin": sin}, {"turned_q": q, "turned_k": k})
         for found, exact in zip((q, k), expected, strict=True):
             assert_same_bits(found, exact, f"in place, {sizes}")
@@ -74,12 +69,7 @@ def test_every_nan_is_one(dtype: str, device: str) -> None:
         ((2, 3, 10), (1, 3, 4), 0, "q and k have rows of 10 and 8 numbers; expected whole heads"),
         ((2, 3, 8), (3, 3, 4), 0, "cos is for 3 sequences; expected 1, for all, or 2, as q has"),
         ((2, 3, 8), (1, 3, 0), 0, "cos has rows without numbers; expected one for each pair"),
-        (
-            (2, 3, 12),
-            (1, 3, 4),
-            6,
-            "head_size is 6, and cos has 4 angles; expected a size of at least 8, or 0",
-        ),
+        ((2, 3, 12), (1, 3, 4), 6, "head_size is 6, and cos has 4 angles; expected a size of at least 8"),
         ((2, 3, 12), (1, 3, 4), 10, "q and k have rows of 12 and 8 numbers; expected whole heads of 10"),
         ((6, 8), (1, 6, 4), 0, "q"),
     ],

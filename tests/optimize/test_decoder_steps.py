@@ -257,9 +257,6 @@ def test_nothing_is_written_past_the_end(device: str, precision: str, decoder: C
         assert len(after) == 4096 and (after == 7).all(), name
 
 
-# ---------------------------------------------------------------------------- prompts
-
-
 @each_device
 def test_prompts_have_the_same_bits_in_every_company(device: str, precision: str, tmp_path: Path) -> None:
     """With `invariant`: alone, in a batch at each place, beside longer ones, and in two parts."""

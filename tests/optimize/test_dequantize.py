@@ -177,8 +177,6 @@ def test_packed_in_strips(kind: str, columns: int, tmp_path: Path, monkeypatch: 
     np.testing.assert_array_equal(found, codes)
 
 
-# ------------------------------------------------------------------------------------- MatMulNBits
-
 WIDTH, COLUMNS = 64, 32
 SILU = "a = custom_domain.CustomSilu(g) y = Mul(a, u)"
 READ = SILU.replace("y =", "b =")

@@ -65,9 +65,6 @@ def error_of(report: OptimizeReport, **given: np.ndarray) -> float:
     return relative_error(a, b)
 
 
-# ------------------------------------------------------------------------------------ whole models
-
-
 @pytest.mark.parametrize(
     ("style", "dtype"),
     [
@@ -128,9 +125,7 @@ def test_in_segments(whole: OptimizeReport, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("dtype", ["float8", None])
-def test_fp32_that_multiplies_in_bfloat16(
-    dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp32_beside_bfloat16(dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As autocast writes it: in its segments, no input and no weight has the dtype that the CPU lacks."""
     monkeypatch.setattr(segments, "MOST_BYTES", 70_000)
     source = stack(tmp_path, inner=int(ir.DataType.BFLOAT16))
@@ -150,9 +145,6 @@ def test_external_data_and_outputs_within(tmp_path: Path, monkeypatch: pytest.Mo
     assert types(model)["CustomLinearFp8"] == 4
     assert [each.name for each in model.graph.outputs] == ["x3", "n1"]
     assert error_of(report, x0=weights(5, 64)) < 0.1
-
-
-# ------------------------------------------------------------------------------------ decoders
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
@@ -203,9 +195,6 @@ def test_matmuls_of_decoders_stay_whole(activation: str, monkeypatch: pytest.Mon
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------ too large errors
-
-
 def test_large_errors_go_back(whole: OptimizeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = whole.float8
     assert full is not None
@@ -238,9 +227,7 @@ def test_nan_is_an_infinite_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("number", "has_16"), [(np.nan, False), (np.inf, True)])
-def test_not_finite_in_8_bits(
-    number: float, has_16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_not_finite(number: float, has_16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is infinite, unless the file in 16 bits has as much at the same place."""
     run, calls = float8.run_any, list[Any]()
 
@@ -278,8 +265,6 @@ def test_all_go_back(tmp_path: Path) -> None:
     assert report.float8.error == report.float8.error_16 < 1e-2 and "same outputs" in str(report)
     assert "CustomLinearFp8" not in types(ir.load(report.path))
 
-
-# ------------------------------------------------------------------------------------ which matmuls
 
 LINEAR, NORM = "custom_domain.CustomLinear", "custom_domain.CustomRmsNorm"
 GATED = f"{LINEAR}Swiglu"
@@ -438,9 +423,6 @@ def test_the_disk_has_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert optimized(tmp_path, dtype="float16", device="cuda").path.exists()
 
 
-# ------------------------------------------------------------------------------------ weights
-
-
 def quantized(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     wide = weight.astype(np.float32)
     scale = np.maximum(np.abs(wide).max(1), np.float32(2.0**-60)) / np.float32(448)
@@ -506,9 +488,6 @@ def test_matmuls_that_share_a_constant_are_compared(factor: int, tmp_path: Path)
     scales.const_value = ir.tensor(scales.const_value.numpy() * np.float32(1.5))
     with pytest.raises(NotEquivalent, match="is not what the file in 16 bits has"):
         check_quantized(model, after, sources)
-
-
-# ------------------------------------------------------------------------------------ wrong input
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,8 @@ def test_same_in_genai(family: str, precision: str, built: Builds, genai: Genai,
     report = optimized(source, tmp_path / "fast")
     norm = "layer_norm" if family == "Phi" else "rms_norm"
     assert report.fused[f"add_{norm}"] == (2 if family == "Phi" else 4) and report.libraries
-    levels = [
-        node.attributes["accuracy_level"].value
-        for node in nodes(ir.load(tmp_path / "fast/model.onnx"), "MatMulNBits")
-    ]
+    products = nodes(ir.load(tmp_path / "fast/model.onnx"), "MatMulNBits")
+    levels = [node.attributes["accuracy_level"].value for node in products]
     assert levels == [4] * len(levels)  # they were compared in floats
     assert report.error < (3e-3 if precision == "fp16" else 1e-5)
     tokens, expected = genai(source)
@@ -270,9 +268,7 @@ def test_products_of_dequantised_weights_are_those_of_quantised_ones(built: Buil
     assert found["CustomLinearQSwiglu"] == 2 and not {"DequantizeLinear", "MatMul"} & found.keys()
 
 
-@pytest.mark.parametrize(
-    ("k", "said"), [(64, "B has 128 elements, expected 256"), (32, "zero_points has 128")]
-)
+@pytest.mark.parametrize(("k", "said"), [(64, "B has 128 elements, expected"), (32, "zero_points has 128")])
 def test_products_of_other_sizes_are_refused(k: int, said: str) -> None:
     product = f"com.microsoft.MatMulNBits <K = {k}, N = 8, bits = 4, block_size = 32> (x, B, scales, B)"
     text = f"(float16[M, {k}] x) => (float16[M, 8] y) {{ y = {product} }}"
@@ -314,9 +310,6 @@ def test_64_steps_on_cuda(family: str, precision: str, built: Builds, tmp_path: 
         second, first = np.sort(expected)[-2:]
         assert found.argmax() == expected.argmax() or first - second <= 2 * error
         tokens = [int(expected.argmax())]
-
-
-# ---------------------------------------------------------------------- folders without genai
 
 
 def folder_of(proto: onnx.ModelProto, folder: Path, **session_options: Any) -> Path:
@@ -452,9 +445,7 @@ def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.Mo
     assert "device='gpu': expected one of: cuda, cpu" in refusal(device="gpu")
     assert ". Name another folder" in (said := refusal(to="/proc/no/fast")) and "cannot be written: " in said
     assert "inside: lies inside the source folder. Choose one outside" in refusal(to=source / "inside")
-    with pytest.raises(
-        PackError, match=f"inside: lies inside the source folder. Choose one outside {source}"
-    ):
+    with pytest.raises(PackError, match="inside: lies inside the source folder. Choose one"):
         pack_genai(Options(source, source / "inside", genai=True, device="cpu"))
     said = "model.onnx/genai_config.json: no such file. Expected the folder"
     assert said in refusal(source / "model.onnx")

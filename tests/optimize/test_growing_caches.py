@@ -153,10 +153,8 @@ def merged_encoder_decoder(opset: int) -> onnx.ModelProto:
     grown = "float[B, 2, past_decoder_sequence_length, 8]"
     encoded = "float[B, 2, encoder_sequence_length_out, 8]"
     results = ", ".join(f"float[U, 2, P, 8] {{0}}{each}" for each in ("dk", "dv", "ek", "ev"))
-    branches = [
-        f"{name} () => (float[X, Y, 32] {name}y, {results.format(name)}) {{ {_branch(name, name == 'a')} }}"
-        for name in "ab"
-    ]
+    heads = {name: f"float[X, Y, 32] {name}y, {results.format(name)}" for name in "ab"}
+    branches = [f"{name} () => ({heads[name]}) {{ {_branch(name, name == 'a')} }}" for name in "ab"]
     text = f"""(int64[B, encoder_sequence_length] encoder_attention_mask,
         int64[B, decoder_sequence_length] input_ids,
         float[B, encoder_sequence_length, 16] encoder_hidden_states,

@@ -101,9 +101,8 @@ def test_each_spelling(name: str, asked: str, provider: str, tmp_path: Path) -> 
     assert all(", with results in bfloat16" in note for note in forms) and len(forms) <= (asked == "bfloat16")
     assert report.own_error is not None and report.error < 1.1 * report.own_error < 0.05
     onnx.checker.check_model(report.path, full_check=True)
-    session = deploy.session(
-        report.path, [*dict.fromkeys((f"{provider}ExecutionProvider", "CPUExecutionProvider"))]
-    )
+    providers = dict.fromkeys((f"{provider}ExecutionProvider", "CPUExecutionProvider"))
+    session = deploy.session(report.path, [*providers])
     for shape in ((1, 1), (3, 7), (2, 40)):
         x = weights(*shape, K, seed=5).astype(KINDS[asked])
         x = x.reshape(-1, K) if rows == "M" else x
@@ -190,9 +189,6 @@ def test_8_bits_of_8_bits_are_refused(zero: bool, tmp_path: Path) -> None:
     assert re.search(r"already, it has FLOAT8E4M3FN\. .*, or leave out dtype='float8'", said)
     report, _ = optimized(proto, tmp_path)
     assert report.fused == {"linear_fp8+bias": 1}
-
-
-# ------------------------------------------------------------------------------------ whole models
 
 
 def quantised(source: Path, cases: list[dict[str, np.ndarray]], **options: Any) -> Path:

@@ -57,9 +57,7 @@ class Files:
         ({"the": 5}, set(), (15.0, 10.0)),
     ],
 )
-def test_slower_rewrites_are_found(
-    costs: dict[str, float], slow: set[str], times: tuple[float, float], tmp_path: Path
-) -> None:
+def test_slow_rewrites(costs: dict[str, float], slow: set[str], times: object, tmp_path: Path) -> None:
     files = Files(tmp_path, costs)
     found = files.measured()
     assert found.slow.keys() == slow and found.times == times and not found.untimed
@@ -136,9 +134,7 @@ def test_no_times_of_another_device(tmp_path: Path) -> None:
 
 def test_invariant_products_are_not_dropped(tmp_path: Path) -> None:
     source = exported("bert", "eager", "torchscript", tmp_path)
-    with pytest.raises(
-        ExportError, match="drop_slow=True: invariant=True keeps slow rewrites. Leave one out"
-    ):
+    with pytest.raises(ExportError, match="drop_slow=True: invariant=True keeps slow rewrites. Leave"):
         optimize(source, tmp_path / "fast.onnx", dtype="float16", invariant=True, drop_slow=True)
 
 

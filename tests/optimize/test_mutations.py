@@ -83,9 +83,6 @@ class Mutated:
         return [first.input[0], *([maker.output[1]] if maker.op_type == "CustomAddRmsNorm" else [])]
 
 
-# ------------------------------------------------------------------- changes of an array, and of nodes
-
-
 def halves(array: np.ndarray) -> None:
     array[:] = np.roll(array, len(array) // 2, 0)
 

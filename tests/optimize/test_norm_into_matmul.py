@@ -95,9 +95,7 @@ OUTPUTS = [  # where n is one, too
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "more"), [*((each, "") for each in STAYS), *((each, "n") for each in OUTPUTS)]
-)
+@pytest.mark.parametrize(("text", "more"), [*((t, "") for t in STAYS), *((t, "n") for t in OUTPUTS)])
 def test_norms_that_stay(text: str, more: str) -> None:
     outputs = "float16[M, 64] y" + (", float16[M, 64] n" if more else "")
     model = normed(text, outputs, large=np.full(64, 6e4), small=np.full(64, 2e-5))

@@ -137,11 +137,8 @@ def test_the_noise_of_a_model_of_integers_is_that_of_its_weights(tmp_path: Path)
 
 
 def test_the_last_bits_of_weights_change_and_nothing_else() -> None:
-    given = {
-        "w": weights(8, 8),
-        "lowest": np.full(32, np.finfo(np.float32).min),
-        "sizes": np.ones(4, np.float32),
-    }
+    lowest = np.full(32, np.finfo(np.float32).min)
+    given = {"w": weights(8, 8), "lowest": lowest, "sizes": np.ones(4, np.float32)}
     model = parsed("(float[N, 8] x) => (float[N, 8] y) { y = MatMul (x, w) }", **given)
     found = equivalence.nudge_weights(equivalence.ir.from_proto(model)).graph.initializers
     for name, array in given.items():
@@ -270,12 +267,8 @@ def test_the_largest_rows_of_tables_are_compared(rows: int, batch: str, tmp_path
 
 def test_a_mask_has_the_batch_of_the_ids() -> None:
     """By whatever name: torch.export's Dim.AUTO names it again where the mask broadcasts."""
-    model = ir.from_proto(
-        parsed(
-            "(int64[A, S] ids, int64[B, S] mask) => (float[A, S, 4] e) { e = Gather (t, ids) }",
-            t=weights(300, 4),
-        )
-    )
+    text = "(int64[A, S] ids, int64[B, S] mask) => (float[A, S, 4] e) { e = Gather (t, ids) }"
+    model = ir.from_proto(parsed(text, t=weights(300, 4)))
     case: inputs.Case = {"ids": np.zeros((3, 7), np.int64), "mask": np.ones((3, 7), np.int64)}
     _, cases = inputs.cases_of_ids(model, case)
     assert [each["mask"].shape for each in cases] == [each["ids"].shape for each in cases] == [(45, 7)]

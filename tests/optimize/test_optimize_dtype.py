@@ -292,8 +292,6 @@ def test_sequences_without_declared_types(dtype: str | None, name: str, tmp_path
     assert report.fused["linear"] == 1
 
 
-# -------------------------------------------------------------------------- subgraphs stay in fp32
-
 INPUTS = "(float[N, 4] x, bool c) => (float[N, 4] y)"
 CHOICE = """p = MatMul (x, w)
     q = If (c) <then_branch = a () => (float[N, 4] t) { s = Sin (p) t = Add (s, x) },

@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -140,11 +139,7 @@ def test_inputs_that_break_a_promise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "opset", "message"),
     [
-        (
-            "r = RandomNormalLike (x) a = Add (x, r) y = MatMul (a, w)",
-            20,
-            "random numbers (RandomNormalLike)",
-        ),
+        ("r = RandomNormalLike (x) a = Add (x, r) y = MatMul (a, w)", 20, "random numbers (RandomNormalLike"),
         ("d = Dropout (x, half, yes) y = MatMul (d, w)", 20, "draws random numbers (Dropout)"),
         ("d = Dropout (x, half, t) y = MatMul (d, w)", 20, "draws random numbers (Dropout)"),
         ('c = Relu (x) y = Resize <mode="nearest"> (c, third)', 10, "conversion of opset 10 changes it"),
@@ -152,9 +147,8 @@ def test_inputs_that_break_a_promise(tmp_path: Path) -> None:
 )
 def test_results_that_differ_without_any_rewrite(text: str, opset: int, message: str, tmp_path: Path) -> None:
     constants = {"half": np.float32(0.5), "yes": np.array(True), "third": np.array([1, 0.4], np.float32)}
-    model = parsed(
-        f"(float[3, 8] x, bool t) => (float[3, N] y) {{ {text} }}", opset, w=weights(8, 4), **constants
-    )
+    text = f"(float[3, 8] x, bool t) => (float[3, N] y) {{ {text} }}"
+    model = parsed(text, opset, w=weights(8, 4), **constants)
     assert message in refusal(model, tmp_path)
 
 
@@ -168,19 +162,13 @@ _CONSTANT = onnx.helper.make_node("Constant", [], ["w"], sparse_value=_SPARSE)
 @pytest.mark.parametrize(
     ("made", "change", "message"),
     [
-        (
-            [_CONSTANT],
-            {},
-            "cannot read it: Sparse tensors are not supported yet. Check it with",
-        ),
+        ([_CONSTANT], {}, "cannot read it: Sparse tensors are not supported yet. Check it with"),
         ([_RELU, _AGAIN], {}, "cannot read it: Output 'y' is redeclared in the current graph scope"),
         ([_RELU], {"data_type": 77, "dims": [1]}, "cannot read it: 77 is not a valid DataType. Check"),
     ],
     ids=["sparse", "redeclared", "dtype"],
 )
-def test_what_onnx_ir_cannot_read(
-    made: list[Any], change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_read(made: list[Any], change: dict[str, Any], message: str, tmp_path: Path) -> None:
     proto = parsed("(float[4] x) => (float[4] y) { y = Relu (x) }")
     del proto.graph.node[:]
     proto.graph.node.extend(made)
@@ -215,7 +203,7 @@ def test_initializers_of_one_name(rows: int, tmp_path: Path) -> None:
         ("(float x) => (float y) { y = MatMul (x, w) }", "input x has no shape.*export the model again"),
         (
             "(float[N, 4] x) => (float[N, 4] y) { y = Reshape (x, shape) }",
-            "does not run on generated inputs.*inputs_file='file.npz': x",
+            "on generated inputs.*inputs_file",
         ),
         ("(float[N, 4] x) => (float[N, 4] y) { y = their.domain.Theirs (x) }", "Theirs"),
         ("(float[N, 4] x) => (float[N, 4] y) { z = Relu (x) }", "the model returns y, which is no graph in"),
@@ -319,9 +307,7 @@ def unloadable(work: Any) -> None:
 
 
 @pytest.mark.parametrize("broken", [wrong, unloadable])
-def test_a_wrong_rewrite_is_reverted(
-    broken: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_rewrite_is_reverted(broken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "PASSES", [norms.Norms, pass_of("broken", broken), *passes.PASSES[5:]])
     text = "(float[N, 4, 4, 4] x) => (float[N, 4, 4, 4] y) { a = Relu(x) b = MatMul(a, w) y = Identity(b) }"
     report = reported(parsed(text, w=weights(4, 4)), tmp_path)

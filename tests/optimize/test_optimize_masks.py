@@ -108,9 +108,7 @@ TOKENS: dict[str, tuple[str, Any]] = {
     "causal and padding, summed": (
         _SUMMED.replace("LOWEST", "lowest"), [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]],
     ),
-    "causal and padding, infinite": (
-        _SUMMED.replace("LOWEST", "infinite"), [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]],
-    ),
+    "causal, padded, infinite": (_SUMMED.replace("LOWEST", "infinite"), [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]),
     "ids in a subgraph": (
         f"c = Less (n, one) bias = If (c) <then_branch = {_THEN}, else_branch = {_ELSE}> r = Add (s, bias)",
         [[1, 1, 1, 7, 7]] * 2,
@@ -152,9 +150,7 @@ def test_lengths_hide_large_scores(lowest: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "op", "causal"), [(-1e4, "Add", [1]), (1e4, "Sub", [None]), (-9e3, "Add", [])]
 )
-def test_scores_that_a_buffer_sets_to_zero(
-    number: float, op: str, causal: list[int | None], tmp_path: Path
-) -> None:
+def test_scores_that_become_zero(number: float, op: str, causal: list[int | None], tmp_path: Path) -> None:
     """OpenAI GPT: scores * kept - 10000 * (1 - kept)."""
     mask = (
         "c = Slice (kept, from, square, axes01) small = Mul (s, tiny) a = Mul (c, small) d = Sub (single, c) "
@@ -227,8 +223,6 @@ def test_dimensions_of_other_names_may_be_one(tmp_path: Path) -> None:
     check_same(tmp_path, {"x": weights(3, 4), "z": weights(1, 4)})
 
 
-# -------------------------------------------------------------------------------- the comparison
-
 GATE = """(float[N, 8] x) => (float[N, 6] y) { h = MatMul (x, w) a, b = Split <axis=-1, num_outputs=2> (h)
     s = Sigmoid (a) t = Mul (a, s) u = Mul (t, b) %s }"""
 
@@ -241,11 +235,7 @@ def wrong(work: object) -> None:
 
 @pytest.mark.parametrize(
     "output",
-    [
-        "l = Log (x) n = ReduceSum <keepdims=1> (l) y = Add (u, n)",
-        "y = Add (u, low)",
-        "y = Concat <axis=0> (u, low)",
-    ],
+    ["l = Log (x) n = ReduceSum (l) y = Add (u, n)", "y = Add (u, low)", "y = Concat <axis=0> (u, low)"],
     ids=["NaN for negative inputs", "one lowest number", "a row of lowest numbers"],
 )
 def test_each_number_is_compared(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

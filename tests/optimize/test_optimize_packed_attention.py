@@ -29,12 +29,8 @@ def bert(size: Size) -> torch.nn.Module:
 def made(size: Size, folder: Path, fixed: bool = True, **options: Any) -> tuple[Any, ir.Model]:
     path = folder / "bert.onnx"
     dynamic = None if fixed else {name: {0: "batch"} for name in ("ids", "mask")}
-    given: dict[str, Any] = {
-        "exporter": "torchscript",
-        "dynamic": dynamic,
-        "verify": False,
-        "optimize": False,
-    }
+    given: dict[str, Any] = {"exporter": "torchscript", "verify": False, "optimize": False}
+    given["dynamic"] = dynamic
     export(bert(size), batch(size, padding=5), path, **given)
     return optimized(path, folder, **options)
 

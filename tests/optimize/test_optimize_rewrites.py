@@ -291,14 +291,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         {"q": (3, 6, 8), "k": (3, 6, 8), "v": (3, 6, 8)},
     ),
 }
-_LISTS = {
-    "columns": [0, 2, 4, -1],
-    "single": [0, 0, 1, 4],
-    "groups": [-1, 4, 8],
-    "outer": [0, 1],
-    "last": [2, 4],
-}
-_LISTS |= {"zero": [0], "one": [1], "two": [2], "four": [4], "minus": [-1]}
+_LISTS = {"columns": [0, 2, 4, -1], "single": [0, 0, 1, 4], "groups": [-1, 4, 8], "outer": [0, 1]}
+_LISTS |= {"zero": [0], "one": [1], "two": [2], "four": [4], "minus": [-1], "last": [2, 4]}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -389,18 +383,15 @@ def test_attention_of_windows(outer: str, tmp_path: Path) -> None:
     assert_same(tmp_path, q=(*sizes, 6, 8), k=(*sizes, 4, 8), v=(*sizes, 4, 5))
 
 
-@pytest.mark.parametrize(
-    ("outer", "reason"),
-    [("B, C", "unknown number"), ("2, 40000", "unknown number"), ("B, 2000", "unknown number")],
-)
-def test_windows_that_stay(outer: str, reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("outer", ["B, C", "2, 40000", "B, 2000"])
+def test_windows_that_stay(outer: str, tmp_path: Path) -> None:
     """More sequences than a launch takes, or a number that nothing bounds."""
     rank = outer.count(",") + 1
     text = f"""(float[{outer}, 1, 1, 2] q) => (float[{outer}, 1, 1, 2] y) {{
         a = Abs (q) kt = Transpose <perm={[*range(rank + 1), rank + 2, rank + 1]}> (a)
         s = MatMul (q, kt) p = Softmax (s) y = MatMul (p, q) }}"""
     report, _ = optimized(parsed(text, **SHAPES), tmp_path)
-    assert not report.fused and reason in next(iter(report.skipped))
+    assert not report.fused and "unknown number" in next(iter(report.skipped))
 
 
 LATE = "p = Softmax (x) pb = Reshape (p, rows)"

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -58,10 +59,8 @@ def test_a_dimension_that_is_a_sum(text: str, total: str, tmp_path: Path) -> Non
 
 
 def test_a_difference_is_not_empty(tmp_path: Path) -> None:
-    proto = parsed(
-        "(float[P, 8] a, float[N, 8] b, float[D, 8] c) => (float[N, 8] y) "
-        "{ s = Concat <axis=0> (a, c) d = Add (s, b) y = Neg (d) }"
-    )
+    text = "{ s = Concat <axis=0> (a, c) d = Add (s, b) y = Neg (d) }"
+    proto = parsed(f"(float[P, 8] a, float[N, 8] b, float[D, 8] c) => (float[N, 8] y) {text}")
     for value, name in zip(proto.graph.input, ("past", "total", "total - past"), strict=True):
         value.type.tensor_type.shape.dim[0].dim_param = name
     optimized(proto, tmp_path)
@@ -80,10 +79,8 @@ CHANNELS = {
     ),
     "MatMul": ("(float[B, S, F] x) => (float[B, S, G] y) { y = MatMul (x, k) }", {"k": weights(5, 4)}),
     "Gemm": ("(float[B, F] x) => (float[B, G] y) { y = Gemm <transB=1> (x, k) }", {"k": weights(4, 5)}),
-    "norm": (
-        "(float[B, S, F] x) => (float[B, S, F] y) { r = Relu (x) y = LayerNormalization (r, k) }",
-        {"k": weights(5)},
-    ),
+    "norm": ("(float[B, S, F] x) => (float[B, S, F] y) { r = Relu (x) y = LayerNormalization (r, k) }",
+             {"k": weights(5)}),
 }  # fmt: skip
 
 
@@ -329,10 +326,9 @@ def test_equal_names_are_no_equal_sizes(made: str, device: str, tmp_path: Path) 
                 array = weights(*shape, seed=index)
                 case[value.name] = array if is_float else (array > 0).astype(np.int64)
             cases.append(case)
-    old, new = (
-        run(path, report.libraries or None, cases, required=0, optimize=False).outputs
-        for path in (report.source, report.path)
-    )
+    options: Any = {"required": 0, "optimize": False}
+    files = report.source, report.path
+    old, new = (run(path, report.libraries or None, cases, **options).outputs for path in files)
     assert sum(map(bool, old)) > 2
     for expected, found in zip(old, new, strict=True):
         if expected:

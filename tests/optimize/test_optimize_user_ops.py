@@ -104,12 +104,10 @@ def library(project: Path) -> Path:
     return project / "build" / "libmine.so"
 
 
-def optimized(
-    model: Any, folder: Path, library: Path | None, **options: Any
-) -> tuple[OptimizeReport, ir.Model]:
+def optimized(model: Any, folder: Path, library: Path | None, **more: Any) -> tuple[OptimizeReport, ir.Model]:
     """Optimises a model for CUDA, and compares the result with it in a session."""
     onnx.save(model, folder / "old.onnx")
-    report = optimize(folder / "old.onnx", folder / "new.onnx", device="cuda", library=library, **options)
+    report = optimize(folder / "old.onnx", folder / "new.onnx", device="cuda", library=library, **more)
     assert not report.reverted
     new = ir.load(folder / "new.onnx")
     assert not any(node.overload for node in new.graph.all_nodes())
@@ -230,18 +228,12 @@ KEPT: dict[str, tuple[str, list[str], str | None, list[str], tuple[str, ...], fl
         [WRAPPER, bump()], None, ["CustomBump FLOAT"], ("CustomLinear", "CustomAddLayerNorm"), 1e-5,
     ),
     # What has a library stays, also in the body of a user op; the rest of the body is inlined.
-    "its body calls others": (
-        NEWER, [CALLS, SQUARE, RELU, bump()], None, ["CustomNewer FLOAT"], AROUND, 1e-5,
-    ),
-    "several of one input, and of a constant": (
-        SEVERAL, [bump()], None, 3 * ["CustomBump FLOAT"], AROUND[1:], 1e-5,
-    ),
+    "calls others": (NEWER, [CALLS, SQUARE, RELU, bump()], None, ["CustomNewer FLOAT"], AROUND, 1e-5),
+    "several of one input, a constant": (SEVERAL, [bump()], None, 3 * ["CustomBump FLOAT"], AROUND[1:], 1e-5),
     "with a name of twinop's": (
         NAMED, [OWN_LINEAR], None, ["CustomLinear FLOAT"], ("CustomGelu", "CustomLayerNorm"), 1e-5,
     ),
-    "a mask, which is not computed in order to classify it": (
-        MASK, [bump()], None, ["CustomBump FLOAT"], (), 1e-5,
-    ),
+    "a mask, not computed in order to classify it": (MASK, [bump()], None, ["CustomBump FLOAT"], (), 1e-5),
 }  # fmt: skip
 
 
@@ -252,12 +244,10 @@ def test_a_user_op_stays(name: str, tmp_path: Path, library: Path) -> None:
     report, model = optimized(proto, tmp_path, library, dtype=dtype)
     mine = [node for node in model.graph.all_nodes() if node.domain == "mine"]
     assert [f"{node.op_type} {node.inputs[0] and node.inputs[0].dtype}" for node in mine] == kept
-    given = {
-        each: re.findall(rf'domain: "{each}"[^>]*>\s*(\w+)', "".join(functions)) for each in ("mine", "other")
-    }
-    assert bodies(model) == {*given["mine"]} and report.inlined == {
-        f"other::{each}": 1 for each in given["other"]
-    }
+    text = "".join(functions)
+    named = {each: re.findall(rf'domain: "{each}"[^>]*>\s*(\w+)', text) for each in ("mine", "other")}
+    assert bodies(model) == {*named["mine"]}
+    assert report.inlined == {f"other::{each}": 1 for each in named["other"]}
     assert ("custom_domain", "CustomRelu", "") in model.functions or RELU not in functions
     assert {*others} <= {node.op_type for node in model.graph if node.domain != "mine"}
     assert (report.libraries[0] == library) == (bump() in functions)

@@ -102,7 +102,6 @@ def another_number(model: ir.Model, name: str, attribute: str, number: Any) -> N
 
 
 ATTENTION = "/model.layers.1.attn"
-# ------------------------------------------------------------------------------------ windows
 
 
 @pytest.mark.parametrize(("window", "changed"), [(12, 13), (1024, 1023)])
@@ -116,8 +115,6 @@ def test_a_window_within_the_prompt(folder: Callable[[str], Path], window: int, 
         stream(segments_of_decoder(), original, result, None, "float16")
     assert node(original, ATTENTION).attributes["local_window_size"].value == window
 
-
-# ------------------------------------------------------------------------------------ other models
 
 WIDTH = 64
 rng = np.random.default_rng(0)
@@ -188,8 +185,6 @@ def test_sizes_are_tried_until_the_original_runs() -> None:
         stream(cut_at(odd, ["y"])[:1], odd, odd, None, "float32", cases=[wrong])
 
 
-# ------------------------------------------------------------------------------------ experts
-
 EXPERTS = 24
 
 
@@ -218,9 +213,6 @@ def test_each_expert_is_forced_once() -> None:
     change(result, "weights", lambda array: np.concatenate([array[:21], swapped_rows(array[21:], 0)]))
     with pytest.raises(NotEquivalent, match="^part 0: "):
         stream(segments, original, result, None, "float32")
-
-
-# ------------------------------------------------------------------------------------ numbers and errors
 
 
 def half(text: str, **given: np.ndarray) -> ir.Model:
@@ -288,9 +280,8 @@ def test_quantised_products_in_bfloat16(tmp_path: Path) -> None:
     }  # fmt: skip
     head = f"(bfloat16[B, {WIDTH}] x) => (bfloat16[B, {WIDTH}] y)"
     form = f"com.microsoft.MatMulNBits<K={WIDTH}, N={WIDTH}, bits=4, block_size=32>"
-    original = ir.from_proto(
-        parsed(f"{head} {{ a = Mul(x, x)  b = {form}(a, w, s)  y = Relu(b) }}", **constants)
-    )
+    text = f"{head} {{ a = Mul(x, x)  b = {form}(a, w, s)  y = Relu(b) }}"
+    original = ir.from_proto(parsed(text, **constants))
     form = 'custom_domain.CustomLinearQ<bits=4, block=32, activation="relu">'
     result = ir.from_proto(parsed(f"{head} {{ a = Mul(x, x)  y = {form}(a, w, s) }}", **constants))
     found = stream(cut_at(original), original, result, None, "bfloat16")

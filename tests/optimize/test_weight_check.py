@@ -188,10 +188,8 @@ def test_a_mask_may_be_missing(low: float | None) -> None:
 def layers(*weights: np.ndarray) -> ir.Model:
     names = [f"w{index}" for index in range(len(weights))]
     nodes = " ".join(f"h{i + 1} = MatMul({f'h{i}' if i else 'x'}, w{i})" for i in range(len(weights)))
-    proto = parsed(
-        f"(float16[N, 96] x) => (float16[N, 96] h{len(names)}) {{ {nodes} }}",
-        **dict(zip(names, weights, strict=True)),
-    )
+    given = dict(zip(names, weights, strict=True))
+    proto = parsed(f"(float16[N, 96] x) => (float16[N, 96] h{len(names)}) {{ {nodes} }}", **given)
     return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
 
 

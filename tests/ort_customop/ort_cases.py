@@ -56,10 +56,7 @@ class Cases:
     def write(self, folder: Path) -> None:
         for file, model in self.models.items():
             onnx.save(model, folder / file)
-        places, memory = (
-            dict[str, Any](),
-            bytearray(),
-        )  # to read thousands of NumPy's files took most of the time
+        places, memory = dict[str, Any](), bytearray()  # to read thousands of files took most of the time
         for key, array in self.arrays.items():
             memory += bytes(-len(memory) % 64)
             places[key] = array.dtype.str, array.shape, len(memory)
@@ -77,9 +74,7 @@ def graph(
     for name, (dtype, _) in inputs.items():
         if dtype in OUTSIDE:
             nodes.insert(0, helper.make_node("Cast", [f"{name}"], [f"{name}_cast"], to=ELEMENT_TYPES[dtype]))
-    casts = {
-        name: f"{name}_cast" for name, (dtype, _) in (*inputs.items(), *outputs.items()) if dtype in OUTSIDE
-    }
+    casts = {n: f"{n}_cast" for n, (dtype, _) in (*inputs.items(), *outputs.items()) if dtype in OUTSIDE}
     for node in nodes:
         if node.op_type != "Cast":
             for names in (node.input, node.output):
@@ -101,9 +96,7 @@ def graph(
     )
 
 
-def custom(
-    record: OpSpec, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any
-) -> onnx.NodeProto:
+def custom(record: OpSpec, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> Any:
     while inputs and not inputs[-1]:
         inputs = inputs[:-1]
     name = f"the_{record.name}_of_{inputs[0]}"
@@ -123,9 +116,8 @@ def one_node(
 
 def result(record: OpSpec, sample: Sample, **attributes: Any) -> tuple[Any, Any]:
     """Feeds and what torch makes of them."""
-    outputs = getattr(torch_op, record.functional_name)(
-        *sample.inputs.values(), **sample.attributes, **attributes
-    )
+    function = getattr(torch_op, record.functional_name)
+    outputs = function(*sample.inputs.values(), **sample.attributes, **attributes)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     feeds = {name: tensor for name, tensor in sample.inputs.items() if tensor is not None}
     return feeds, dict(zip(record.outputs, outputs, strict=True))
@@ -204,11 +196,8 @@ def broadcast_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
             cases.add(f"{name} broadcasts, dimensions {sort}", model, [(wholes, {"y": op(op(c, b), c)})])
     mismatched: dict[str, tuple[Dims, Dims]] = {"fixed": ((2, 3), (4,)), "named": (("i", "j"), ("k",))}
     for sort, dims in mismatched.items():
-        model = graph(
-            [custom(records["add"], ["a", "b"], ["y"])],
-            {"a": ("float32", dims[0]), "b": ("float32", dims[1])},
-            {"y": ("float32", None)},
-        )
+        inputs = {"a": ("float32", dims[0]), "b": ("float32", dims[1])}
+        model = graph([custom(records["add"], ["a", "b"], ["y"])], inputs, {"y": ("float32", None)})
         feeds = {"a": torch.ones(2, 3), "b": torch.ones(4)}
         error = "the inputs' shapes do not broadcast"
         if sort == "named":
@@ -221,15 +210,10 @@ def in_place_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
     probe = records["probe"]
     last = custom(probe, ["b"], ["y", "after"])
 
-    def add(
-        name: str, nodes: Sequence[Any], in_place: bool, dtype: str = "float32", dims: Dims = (3, 5)
-    ) -> None:
+    def add(name: str, nodes: list[Any], in_place: bool, dtype: str = "float32", dims: Dims = (3, 5)) -> None:
         first = custom(probe, ["x"], ["a", "before"], tag=5, mark=False)
-        outputs: dict[str, tuple[str, Dims]] = {
-            "y": (dtype, dims),
-            "before": ("float64", (4,)),
-            "after": ("float64", (4,)),
-        }
+        reports: dict[str, tuple[str, Dims]] = dict.fromkeys(("before", "after"), ("float64", (4,)))
+        outputs = {"y": (dtype, dims)} | reports
         for node in nodes:
             outputs |= {name: (dtype, None) for name in node.output if name.startswith("out")}
         model = graph([first, *nodes, last], {"x": (dtype, dims)}, outputs)
@@ -241,9 +225,7 @@ def in_place_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
         add(f"relu {dtype}", [relu], True, dtype)
     add("relu, named dimensions", [relu], True, dims=("rows", "columns"))
     add("relu, nameless dimensions", [relu], False, dims=(None, None))
-    add(
-        "double_and_sum, first of two outputs", [custom(records["double_and_sum"], ["a"], ["b", "out"])], True
-    )
+    add("first of two outputs", [custom(records["double_and_sum"], ["a"], ["b", "out"])], True)
     add("pad_affine declares none", [custom(records["pad_affine"], ["a"], ["b"], pads=[0, 0])], False)
     add("input with a second reader", [relu, helper.make_node("Neg", ["a"], ["out"])], False)
 
@@ -283,10 +265,9 @@ def attribute_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
     cases.add("pad_affine pads=[]", model, [({"x": x}, {})], error=r"int\[\] attribute is too short")
     for attributes, report in (({}, [-7, 1]), ({"tag": -(2**40), "mark": 0}, [-(2**40), 0])):
         probe = records["probe"]
-        cut = helper.make_node("Slice", ["report", "from", "to"], ["kinds"])
-        model = graph(
-            [custom(probe, ["x"], ["y", "report"], **attributes), cut], {"x": ("float32", None)}, {}
-        )
+        nodes = [custom(probe, ["x"], ["y", "report"], **attributes)]
+        nodes.append(helper.make_node("Slice", ["report", "from", "to"], ["kinds"]))
+        model = graph(nodes, {"x": ("float32", None)}, {})
         for name, number in (("from", 2), ("to", 4)):
             model.graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [1], [number]))
         for name, kind in (("y", TensorProto.FLOAT), ("kinds", TensorProto.DOUBLE)):
@@ -301,7 +282,7 @@ def error_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
     wrong: dict[str, tuple[dict[str, Any], str]] = {
         "double_and_sum": (
             {"x": x[0, 0]},
-            r"node 'the_double_and_sum_of_x' \(CPU\): .*\(x: float32\[\]\): .*at least one dimension",
+            r"'the_double_and_sum_of_x' .*\(x: float32\[\]\): .*at least one",
         ),
         "pad_affine": (
             {"x": x, "weight": weight, "bias": None},
@@ -312,14 +293,8 @@ def error_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
             r"the_layer_norm_of_x.*\(x: float32\[2, 3\], weight: float32\[2\], bias: absent\): weight has "
             r"shape \[2\], expected x\[axis:\] = \[3\]",
         ),
-        "swiglu_packed": (
-            {"x": x},
-            r"x has shape \[2, 3\], expected x\[:-1\] \+ \[x\[-1\] // 2 \* 2\] = \[2, 2\]",
-        ),
-        "swiglu": (
-            {"x": x, "gate": weight},
-            r"the inputs must have one shape: x has \[2, 3\], gate has \[4\]",
-        ),
+        "swiglu_packed": ({"x": x}, r"x has shape \[2, 3\], expected x\[:-1\] \+ .* = \[2, 2\]"),
+        "swiglu": ({"x": x, "gate": weight}, r"must have one shape: x has \[2, 3\], gate has \[4\]"),
     }
     for op, (inputs, message) in wrong.items():
         sample = Sample(inputs)

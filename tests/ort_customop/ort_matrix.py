@@ -81,10 +81,9 @@ def run_case(case, folder, arrays):
 
 def main(folder):
     made, memory = json.loads((folder / "cases.json").read_text()), (folder / "arrays").read_bytes()
-    arrays = {
-        key: np.frombuffer(memory, dtype, math.prod(shape), place).reshape(shape)
-        for key, (dtype, shape, place) in made["arrays"].items()
-    }
+    arrays = dict[str, np.ndarray]()
+    for key, (dtype, shape, place) in made["arrays"].items():
+        arrays[key] = np.frombuffer(memory, dtype, math.prod(shape), place).reshape(shape)
     print(json.dumps({"onnxruntime": ort.__version__}), flush=True)
     for case in made["cases"]:
         print(json.dumps({"case": case["name"]}), flush=True)  # which one it was if the process dies

@@ -30,7 +30,8 @@ FIXED = {"gelu": {"approximate": "none"}}  # its body reads the attribute
 def presences(record: OpSpec) -> list[list[str]]:
     patterns = [p for dtypes in record.combinations for p in presence_patterns(record, dtypes)]
     return [
-        list(names) for names in dict.fromkeys(tuple(n for n, given in p.items() if given) for p in patterns)
+        list(each)
+        for each in dict.fromkeys(tuple(n for n, is_there in p.items() if is_there) for p in patterns)
     ]
 
 
@@ -74,9 +75,7 @@ def some_samples(record: OpSpec, dtypes: dict[str, str]) -> list[Sample]:
     ("record", "dtypes"),
     [each for r in OPS.values() for each in combinations({r.name: r})[:: len(r.combinations) - 1]],
 )
-def test_results_are_those_of_the_body_in_a_model(
-    record: OpSpec, dtypes: dict[str, str], library: Path
-) -> None:
+def test_results_are_those_of_the_body(record: OpSpec, dtypes: dict[str, str], library: Path) -> None:
     """The results are equal to the bit, with NaN among the inputs, for unknown ranks and for fixed sizes."""
     if (record.name, dtypes.get("x")) == ("gelu", "float64"):
         pytest.skip("ONNX Runtime has no kernel for this body")

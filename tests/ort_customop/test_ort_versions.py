@@ -36,9 +36,8 @@ def test_every_case(version: str, folder: Path) -> None:
     assert first == {"onnxruntime": version}
     assert done.returncode == 0, f"ended with {done.returncode} in {lines[-1]}: {done.stderr[-2000:]}"
     results = {line["case"]: line["wrong"] for line in lines if "wrong" in line}
-    assert list(results) == [
-        case["name"] for case in json.loads((folder / "cases.json").read_text())["cases"]
-    ]
+    cases = json.loads((folder / "cases.json").read_text())["cases"]
+    assert list(results) == [case["name"] for case in cases]
     wrong = [f"{name}: {text}" for name, text in results.items() if text is not None]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(results)} cases:", *wrong])
 

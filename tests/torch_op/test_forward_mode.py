@@ -12,23 +12,10 @@ from torch.nn import functional as F
 from twinop import torch_op
 from twinop.errors import RecordError
 
-UNARY: dict[str, Callable[..., Any]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "softplus": F.softplus,
-    "exp": torch.exp,
-    "log": torch.log,
-    "square": torch.square,
-}
-BINARY: dict[str, Callable[..., Any]] = {
-    "add": torch.add,
-    "mul": torch.mul,
-    "pow": torch.pow,
-    "swiglu": lambda x, gate: F.silu(gate) * x,
-}
+UNARY: dict[str, Callable[..., Any]] = {op: getattr(F, op) for op in ("relu", "gelu", "silu", "softplus")}
+UNARY |= {op: getattr(torch, op) for op in ("sigmoid", "tanh", "exp", "log", "square")}
+BINARY: dict[str, Callable[..., Any]] = {"add": torch.add, "mul": torch.mul, "pow": torch.pow}
+BINARY["swiglu"] = lambda x, gate: F.silu(gate) * x
 
 
 def _values(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -41,12 +28,8 @@ def test_unary(name: str) -> None:
     torch.testing.assert_close(func.jvp(mine, (x,), (tangent,)), func.jvp(theirs, (x,), (tangent,)))
     torch.testing.assert_close(func.jacfwd(mine)(x), func.jacfwd(theirs)(x))
     wanted = func.hessian(lambda x: theirs(x).sum())(x)
-    for second in (
-        func.hessian,
-        lambda f: func.jacrev(func.jacfwd(f)),
-        lambda f: func.jacfwd(func.jacfwd(f)),
-    ):
-        torch.testing.assert_close(second(lambda x: mine(x).sum())(x), wanted)
+    for twice in (func.hessian, lambda f: func.jacrev(func.jacfwd(f)), lambda f: func.jacfwd(func.jacfwd(f))):
+        torch.testing.assert_close(twice(lambda x: mine(x).sum())(x), wanted)
 
 
 @pytest.mark.parametrize(

@@ -121,22 +121,15 @@ def _rank(rank: int, file: str) -> None:
             torch_op.attention_packed(distribute_tensor(packed, mesh, [Shard(0)]), heads=2)
         if importlib.util.find_spec("triton"):
             spread = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
-            with pytest.raises(
-                RuntimeError, match=r"unbuilt_sharding::twice has no sharding rule.*Redistribute"
-            ):
+            with pytest.raises(RuntimeError, match=r"unbuilt_sharding::twice has no sharding rule.*Redist"):
                 twice(spread)
         ops = torch_op.load(find_library("test_written"))
         cache: Any = distribute_tensor(torch.zeros(6), mesh, [Shard(0)])
         bumped = ops.bump_functional(cache, cache + 1)
         assert bumped.placements == (Shard(0),) and bumped.full_tensor().eq(1).all()
+        message = "bump mutates, and takes no DTensors. Call torch.ops.test_written.bump_functional"
         for context in (torch.enable_grad(), torch.inference_mode()):
-            with (
-                context,
-                pytest.raises(
-                    RuntimeError,
-                    match="bump mutates, and takes no DTensors. Call torch.ops.test_written.bump_functional",
-                ),
-            ):
+            with context, pytest.raises(RuntimeError, match=message):
                 ops.bump(cache, cache + 1)
         assert not cache.full_tensor().any()
         block, x = _Block(), torch.randn(2, 3, 8)

@@ -32,9 +32,7 @@ def calls_of(name: str, run: object) -> int:
 
 
 def test_a_formula_with_several_gradients_is_evaluated_once() -> None:
-    x, residual, weight, bias = (
-        torch.randn(*shape, requires_grad=True) for shape in ((3, 5), (3, 5), (5,), (5,))
-    )
+    x, residual, weight, bias = (torch.randn(*s, requires_grad=True) for s in ((3, 5), (3, 5), (5,), (5,)))
     y, total = torch_op.add_layer_norm(x, residual, weight, bias)
     loss = y.sum() + total.square().sum()
     assert calls_of("custom_domain::layer_norm_backward", loss.backward) == 1
@@ -92,16 +90,11 @@ def test_float_attributes_beyond_fp32() -> None:
         ("x = relu_backward(grad, y", " is not a Python expression: '(' was never closed"),
     ],
 )
-def test_a_typo_in_a_derivative_is_told_when_the_library_is_loaded(
-    formula: str, message: str, tmp_path: Path
-) -> None:
+def test_a_typo_in_a_derivative_is_told_at_the_load(formula: str, message: str, tmp_path: Path) -> None:
     right, wrong = b'"x = relu_backward(grad, y)"', f'"{formula}"'.encode()
     # In a domain of its own: an op that is loaded already is not looked at again.
-    data = (
-        find_library("custom_relu")
-        .read_bytes()
-        .replace(b'"domain":"custom_domain"', b'"domain":"typos__domain"')
-    )
+    data = find_library("custom_relu").read_bytes()
+    data = data.replace(b'"domain":"custom_domain"', b'"domain":"typos__domain"')
     assert data.count(right) >= 1
     path = tmp_path / "libwrong.so"
     path.write_bytes(data.replace(right, wrong + b" " * (len(right) - len(wrong))))
@@ -116,11 +109,8 @@ def test_formulas_may_have_names_of_their_own() -> None:
     check_formulas(replace(torch_op.records()["relu"], gradients=(formula,)), [])
 
 
-IN_TORCH = {
-    record: function
-    for record in ALL.values()
-    if record.is_backward and (function := SECOND_DERIVATIVES.get(record.key))
-}
+BACKWARD = [record for record in ALL.values() if record.is_backward]
+IN_TORCH = {each: SECOND_DERIVATIVES[each.key] for each in BACKWARD if each.key in SECOND_DERIVATIVES}
 
 
 @pytest.mark.parametrize(("record", "function"), IN_TORCH.items(), ids=[record.name for record in IN_TORCH])

@@ -24,9 +24,6 @@ def copies(run: Callable[[], Any]) -> int:
     return sum(event.count for event in found.key_averages() if event.key == "aten::copy_")
 
 
-# ----------------------------------------------------------------------------- views
-
-
 ELEMENTWISE = [record for record in ALL.values() if record.is_elementwise]
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "columns": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
@@ -81,11 +78,8 @@ def row_views(
     return views
 
 
-CASES = [
-    pytest.param(record, *view, id=f"{record.name}-{view[0]}")
-    for record in ROWS
-    for view in row_views(record)
-]
+ROWS_AND_VIEWS = [(record, view) for record in ROWS for view in row_views(record)]
+CASES = [pytest.param(record, *view, id=f"{record.name}-{view[0]}") for record, view in ROWS_AND_VIEWS]
 
 
 @pytest.mark.parametrize(("record", "name", "view", "copied", "attributes"), CASES)
@@ -168,8 +162,6 @@ def test_outputs_are_laid_out_as_torch_does(data: st.DataObject) -> None:
     assert all(a == b for a, b in pairs) and torch.equal(result, view.relu())
 
 
-# ----------------------------------------------------------------------------- numbers
-
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
@@ -214,8 +206,6 @@ def test_numbers_in_compiled_and_transformed_functions() -> None:
     assert torch.equal(torch.func.grad(function)(x, 2.5), torch.full((3, 4), 2.5))
     assert torch.equal(torch.func.vmap(lambda row: torch_op.pow(row, 2))(x), torch_op.pow(x, 2))
 
-
-# ----------------------------------------------------------------------------- batches
 
 BATCHES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int | None, int | None]]] = [
     ((5, 3), (5, 3), (0, 0)),

@@ -54,10 +54,8 @@ def padding(batch: int, length: int) -> torch.Tensor:
 
 
 def tokens(batch: int, length: int) -> Tensors:
-    return {
-        "input_ids": torch.randint(3, VOCABULARY, (batch, length)),
-        "attention_mask": (~padding(batch, length)).long(),
-    }
+    ids, mask = torch.randint(3, VOCABULARY, (batch, length)), (~padding(batch, length)).long()
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def image(size: int, name: str = "x") -> Callable[[int, int], Tensors]:

@@ -51,11 +51,8 @@ def translation(batch: int, length: int) -> Tensors:
 def pairs(batch: int, length: int) -> Tensors:
     """Ids, pixels and mask in the order of CLIP's forward: as many texts as images."""
     text = tokens(batch, 7)
-    return {
-        "input_ids": text["input_ids"],
-        "pixel_values": torch.randn(batch, 3, 32, 32),
-        "attention_mask": text["attention_mask"],
-    }
+    text["pixel_values"] = torch.randn(batch, 3, 32, 32)
+    return {name: text[name] for name in ("input_ids", "pixel_values", "attention_mask")}
 
 
 def spectra(batch: int, length: int) -> Tensors:
