@@ -22,6 +22,7 @@ from .weights import is_large
 _TIMES = 2  # a rewrite makes more constants
 _DENSE = {"ConstantOfShape", "DequantizeLinear", "QuantizeLinear"}  # stay, as in onnxscript
 _RESHAPES = {"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+_HIDDEN = "hidden"
 _RANDOM = {"Bernoulli", "Multinomial", "RandomNormalLike", "RandomUniformLike"}
 
 
@@ -105,7 +106,7 @@ def fold_constants(
     rules_of_types = [*map(_of_its_type, _RULES)]
     passes.LiftConstantsToInitializersPass(size_limit=weights.LARGE // 8)(model)
     for _ in range(_TIMES):
-        with _without_large(model):
+        with _without_large(model), hidden(model, _fails_in_onnxscript):
             fold_constants_ir(model, onnx_shape_inference=True, should_fold=should_fold)
             changed = RewritePass(rules_of_types)(model).modified
         changed |= _fold_large(model, should_fold)
@@ -123,6 +124,24 @@ def fold_constants(
     _restore_names(model.graph, names)
     _register_constants(model)
     restore_defaults(model.graph, defaults)
+
+
+@contextmanager
+def hidden(model: ir.Model, hides: Callable[[ir.Node], bool]) -> Iterator[None]:
+    """Hides standard nodes meanwhile: they are in a domain that nobody knows."""
+    for node in model.graph.all_nodes():
+        node.domain = _HIDDEN if not node.domain and hides(node) else node.domain
+    model.graph.opset_imports[_HIDDEN] = 1
+    yield
+    model.graph.opset_imports.pop(_HIDDEN, None)
+    for node in model.graph.all_nodes():
+        node.domain = "" if node.domain == _HIDDEN else node.domain
+
+
+def _fails_in_onnxscript(node: ir.Node) -> bool:
+    """Whether a node splits a tensor into as many parts as a number says that is not known."""
+    split = node.inputs[1] if node.op_type == "SplitToSequence" and len(node.inputs) > 1 else None
+    return split is not None and ir.convenience.get_const_tensor(split) is None and split.shape == ()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
@@ -16,7 +17,7 @@ from onnx_ir.passes.common import (
 from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.errors import ExportError, TwinopError
 from twinop.model.attach import OPSETS
-from twinop.model.folding import fold_constants
+from twinop.model.folding import fold_constants, hidden
 from twinop.model.schema import registered_schemas
 from twinop.record.names import BUILT_IN
 from twinop.record.op_spec import OpSpec
@@ -26,7 +27,6 @@ from . import graph as g
 from .symbolic_shapes import infer_shapes, infer_types
 from .user_ops import FLOATS_16, UserOps
 
-_HIDDEN = "hidden"
 _SCALES = {("QuantizeLinear", 1), ("DequantizeLinear", 1)}
 _POSSIBLE_NO_OPS = ("Expand", "Identity", "Reshape")
 
@@ -40,13 +40,11 @@ def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
     def fold() -> None:
         """Folds constants. onnxscript removes an Expand to the sizes of another input of the same names."""
         given = g.given_of_all(model.graph)
-        for node in model.graph.all_nodes():
-            if (node.domain, node.op_type) == ("", "Expand") and not _keeps_sources(node, given):
-                node.domain = _HIDDEN
-        with g.keeping_marks(model):
+        with (
+            hidden(model, lambda node: node.op_type == "Expand" and not _keeps_sources(node, given)),
+            g.keeping_marks(model),
+        ):
             fold_constants(model, lambda node: False if node.domain in own else None)
-        for node in model.graph.all_nodes():
-            node.domain = "" if node.domain == _HIDDEN else node.domain
 
     with quiet(), registered_schemas([each for each in records.values() if not each.is_backward]):
         infer_types(model)
@@ -111,7 +109,9 @@ def _convert_opset(model: ir.Model) -> None:
             if opset < 13:  # onnx's converter writes Flatten around a Softmax of unknown rank
                 infer_types(model)
                 infer_shapes(model)
-            version_converter.convert_version(model, target, fallback=True)
+            # ONNX Runtime's optimizer writes LayerNormalization at any opset.
+            with hidden(model, lambda node: not onnx.defs.has(node.op_type, opset)):
+                version_converter.convert_version(model, target, fallback=True)
     except Exception as error:
         raise ExportError(f"opset {opset} cannot be converted to {target}: {error}") from error
     if model.graph is not before:

@@ -190,6 +190,17 @@ def test_a_norm_that_takes_embeddings_of_known_ids_along_counts_both(tmp_path: P
     assert report.fused == KNOWN | {"embed_layer_norm": 1}
 
 
+@pytest.mark.parametrize("opset", [9, 12, 16])
+def test_layer_norms_of_onnxruntime_below_opset_17(opset: int, tmp_path: Path) -> None:
+    """Its optimizer writes them at any opset; onnx's converter knows none there."""
+    text = (
+        "(float[N, 4] x) => (float[N, 3] y) { n = LayerNormalization <axis=-1> (x, s, b) y = MatMul (n, w) }"
+    )
+    proto = parsed(text, opset, w=weights(4, 3), s=weights(4), b=weights(4))
+    report, model = optimized(proto, tmp_path)
+    assert report.fused == {"layer_norm": 1, "linear": 1} and model.opset_imports[""] == 20
+
+
 SIMPLIFIED = "n = SimplifiedLayerNormalization <axis=-1, epsilon=1e-6> (x, s) y = MatMul (n, w)"
 
 
