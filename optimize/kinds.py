@@ -24,7 +24,7 @@ _BY_INPUTS: Mapping[tuple[str, Sequence[int]], Sequence[str]] = {
     ),
     ("", (1, 2)): ("GRU", "LSTM", "RNN"),
     (g.MICROSOFT, (0, 1)): ("FusedMatMul",),
-    (g.MICROSOFT, (1,)): ("Attention", "FusedConv", "GroupNorm"),
+    (g.MICROSOFT, (1,)): ("Attention", "GroupNorm"),
     (g.MICROSOFT, (1, 2)): ("MatMulBnb4",),
     (g.MICROSOFT, (1, 2, 3)): ("MatMulNBits",),
     (g.MICROSOFT, (2,)): ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"),

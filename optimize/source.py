@@ -198,6 +198,7 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     if asked == FLOAT8:
         keeps_interface = main in precision.DTYPES.values()
         asked = dtype_name(main) if main in precision.DTYPES.values() else "float16"
+    unfuse_ort.split_activations(model)
     unfuse_ort.split_simplified_norms(model)
     is_changed = decoders.make_runnable(model) > 0
     report.dtype = asked or dtype_name(main)

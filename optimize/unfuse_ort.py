@@ -1,9 +1,10 @@
 """Splits fused nodes of ONNX Runtime's optimizer into operators that the other rewrites match.
 
 Matches: com.microsoft SkipLayerNormalization, SkipSimplifiedLayerNormalization, EmbedLayerNormalization,
-BiasGelu, FastGelu, Gelu, QuickGelu that is SiLU, FusedGemm, FusedMatMul, Attention with constant weights,
-MultiHeadAttention with a bias or a mask [B, T]. `split_simplified_norms` splits SimplifiedLayerNormalization,
-which onnx.checker refuses, before the model is written for the first time.
+BiasGelu, FastGelu, Gelu, QuickGelu that is SiLU, FusedMatMul, Attention with constant weights,
+MultiHeadAttention with a bias or a mask [B, T]. When the model is read, `split_activations` splits FusedConv
+and FusedGemm, of which no inference knows the types, and `split_simplified_norms`
+SimplifiedLayerNormalization, which onnx.checker refuses.
 Writes: standard operators; MultiHeadAttention with separate q, k and v and a mask that its fast kernels take.
 Leaves alone: attention with a KV cache, and nodes with attributes that standard operators lack.
 """
@@ -23,7 +24,12 @@ from .rewrite import Rewrite
 
 _HIDDEN = -10000.0  # what ONNX Runtime adds to a hidden score, also where a row has no other
 _TANH = {"approximate": "tanh"}  # the form of FastGelu
-_ACTIVATIONS = ("Relu", "Sigmoid", "Tanh")  # of FusedGemm, those without numbers
+_NUMBERS: Mapping[str, Sequence[str]] = {
+    "": (), "Clip": ("min", "max"), "Elu": ("alpha",), "HardSigmoid": ("alpha", "beta"),
+    "LeakyRelu": ("alpha",), "Relu": (), "Selu": ("alpha", "gamma"), "Sigmoid": (), "Softplus": (),
+    "Softsign": (), "Tanh": (),
+}  # fmt: skip
+"""The numbers of each activation of FusedConv and FusedGemm."""
 _Maybe = ir.Value | None
 
 
@@ -38,8 +44,6 @@ class UnfuseOrt(Rewrite[bool], name="unfuse_ort"):
             return any(node.inputs[7:8]) or g.Skipped("its mask index is read and it has no mask")
         if node.op_type == "QuickGelu" and g.attribute(node, "alpha", 1.702) != 1.0:
             return "ONNX Runtime fuses it"
-        if node.op_type == "FusedGemm" and g.attribute(node, "activation", "") not in _ACTIVATIONS:
-            return "its activation has parameters"
         if node.op_type == "FusedMatMul":
             if g.attribute(node, "transBatchA", 0) or g.attribute(node, "transBatchB", 0):
                 return g.Skipped("its batch is transposed")
@@ -75,6 +79,31 @@ def _skip_norm(context: g.RewriteContext, node: ir.Node) -> ir.Value:
 def _norm(node: ir.Node, x: ir.Value, rows: list[ir.Value | None]) -> ir.Value:
     attributes = {"axis": -1, "epsilon": g.attribute(node, "epsilon", 1e-12)}
     return g.add(node, "LayerNormalization", [x, *rows], attributes, shape=g.dims(node.outputs[0]))
+
+
+def split_activations(model: ir.Model) -> None:
+    """Splits FusedConv and FusedGemm, which ONNX Runtime makes again."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        name = g.attribute(node, "activation", "")
+        if (
+            node.op_type not in ("FusedConv", "FusedGemm")
+            or node.domain != g.MICROSOFT
+            or name not in _NUMBERS
+        ):
+            continue
+        own = {key: each.value for key, each in node.attributes.items() if not key.startswith("activation")}
+        result = g.add(node, node.op_type.removeprefix("Fused"), node.inputs[:3], own)
+        if any(node.inputs[3:]):
+            result = g.add(node, "Add", [result, node.inputs[3]])
+        given = g.attribute(node, "activation_params", ())  # of FusedConv
+        given = given or [g.attribute(node, f"activation_{each}", None) for each in _NUMBERS[name]]
+        numbers = {key: each for key, each in zip(_NUMBERS[name], given, strict=False) if each is not None}
+        if name == "Clip" and model.opset_imports.get("", 0) >= 11:
+            ends = [g.initializer(model.graph, np.array(each, np.float32), name) for each in numbers.values()]
+            result = g.add(node, name, [result, *ends])
+        elif name:
+            result = g.add(node, name, [result], numbers)
+        g.replace(node.outputs[0], result)
 
 
 def split_simplified_norms(model: ir.Model) -> None:
@@ -153,14 +182,6 @@ def _gelu(context: g.RewriteContext, node: ir.Node) -> ir.Value:
         x = g.add(node, "Add", node.inputs, shape=shape)
     form = _TANH if node.op_type == "FastGelu" else {}
     return g.add(node, "Gelu", [x], form, shape=shape)
-
-
-def _gemm(context: g.RewriteContext, node: ir.Node) -> ir.Value:
-    """y = activation(Gemm(a, b, c))."""
-    names = ("alpha", "beta", "transA", "transB")
-    attributes = {name: node.attributes[name].value for name in names if name in node.attributes}
-    result = g.add(node, "Gemm", node.inputs, attributes, shape=g.dims(node.outputs[0]))
-    return g.add(node, g.attribute(node, "activation", ""), [result], shape=g.dims(result))
 
 
 def _matmul(context: g.RewriteContext, node: ir.Node) -> ir.Value:
@@ -264,7 +285,6 @@ _RULES: Mapping[str, Callable[[g.RewriteContext, ir.Node], ir.Value]] = {
     "BiasGelu": _gelu,
     "EmbedLayerNormalization": _embed_norm,
     "FastGelu": _gelu,
-    "FusedGemm": _gemm,
     "FusedMatMul": _matmul,
     "Gelu": _gelu,
     "MultiHeadAttention": _multi_head,

@@ -126,6 +126,39 @@ def test_what_is_fused(name: str, tmp_path: Path) -> None:
     assert len({len(node.inputs) for node in linear}) <= 1
 
 
+FUSED_CONV = """(float[N, 2, 6, 6] x) => (float[N, 3, 4, 4] y) {
+    c = com.microsoft.FusedConv <activation = "NAME", activation_params = [NUMBERS]> (x, w, bias, z)
+    n = Neg (c) y = Max (n, c) }"""
+FUSED_GEMM = """(float[N, 8] x) => (float[N, 5] y) {
+    c = com.microsoft.FusedGemm <transB = 1, activation = "NAME", activation_alpha = NUMBERS> (x, w, bias)
+    n = Neg (c) y = Max (n, c) }"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "numbers", "opset"),
+    [
+        (FUSED_CONV, "Relu", "0.0", 20),
+        (FUSED_CONV, "LeakyRelu", "0.3", 16),
+        (FUSED_CONV, "Clip", "-0.4, 0.6", 9),
+        (FUSED_CONV, "Clip", "-0.4, 0.6", 20),
+        (FUSED_CONV, "HardSigmoid", "0.3, 0.4", 12),
+        (FUSED_GEMM, "Elu", "0.7", 13),
+    ],
+)
+def test_fused_activations_of_onnxruntime(
+    text: str, name: str, numbers: str, opset: int, tmp_path: Path
+) -> None:
+    """No inference knows their types, which a conversion to 16 bits needs."""
+    is_conv = text is FUSED_CONV
+    tensors = {"w": weights(3, 2, 3, 3) if is_conv else weights(5, 8), "bias": weights(3 if is_conv else 5)}
+    tensors |= {"z": weights(1, 3, 4, 4)} if is_conv else {}
+    proto = parsed(text.replace("NAME", name).replace("NUMBERS", numbers), opset, **tensors)
+    if is_conv:
+        proto.graph.node[0].input[3] = "" if name == "Clip" else "z"
+    _, model = optimized(proto, tmp_path, dtype="float16")
+    assert nodes(model, name)
+
+
 def test_a_square_in_16_bits(tmp_path: Path) -> None:
     """Pow would stay in fp32, between casts."""
     proto = parsed(f"{LINEAR} {{ a = MatMul (x, w) r = Relu (a) y = Pow (r, two) }}", **GIVEN)
