@@ -17,7 +17,7 @@ from . import graph as g
 
 Case = dict[str, np.ndarray]
 _PASS_THROUGH = (
-    "Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose",
+    "Cast", "Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose",
     "Unsqueeze",
 )  # fmt: skip
 """Operators whose output has elements of their first input."""
@@ -72,10 +72,12 @@ class Sizes:
     fixed: tuple[tuple[str, int], ...] = ()  # those that are known, by name, such as channels
 
 
-# To try: odd sizes, a batch of one, and lengths for models that refuse short ones; lengths that differ by
-# name first.
+# To try: odd sizes, a batch of one, and lengths for models that refuse short ones, as those of sound do;
+# lengths that differ by name first.
 SIZES = [
-    Sizes(batch, length, step) for batch, length in ((3, 7), (1, 13), (2, 64), (1, 224)) for step in (2, 0)
+    Sizes(batch, length, step)
+    for batch, length in ((3, 7), (1, 13), (2, 64), (1, 224), (1, 1024))
+    for step in (2, 0)
 ]
 
 
@@ -124,7 +126,8 @@ def generate(
             rows = min((weights.sizes(table)[axis] for table, axis in _tables(value)), default=_UNKNOWN_ROWS)
             if not rows:
                 raise ExportError(f"input {value.name} is an index into a table without rows")
-            array = rng.integers(0, rows, shape)
+            numbers = _choices(value)
+            array = np.full(shape, numbers[seed % 2]) if numbers else rng.integers(0, rows, shape)
         elif hide == "nothing" and "mask" in value.name.lower():
             array = np.ones(shape, bool)
         else:
@@ -139,6 +142,15 @@ def generate(
 def _chooses(value: ir.Value) -> bool:
     """Whether an input chooses the branch of an If."""
     return value.dtype is ir.DataType.BOOL and any(use.node.op_type == "If" for use in value.uses())
+
+
+def _choices(value: ir.Value) -> list[int]:
+    """Returns a number with which the graph compares an integer to choose a branch, as a sample rate, and
+    another one; or nothing."""
+    equal = [node.inputs[1 - at] for node, at in _uses(value) if node.op_type == "Equal" and at >= 0]
+    numbers = [int(number) for each in equal if (number := g.scalar(each)) is not None]
+    is_one = all(dim == 1 for dim in g.dims(value) or ())
+    return [max(numbers), int(not max(numbers))] if numbers and is_one else []
 
 
 def other_branch(model: ir.Model, case: Case) -> Case:
@@ -228,11 +240,14 @@ def shapes(model: ir.Model, sizes: Sizes) -> dict[str, list[int]]:
 
 
 def sizes_by_name(model: ir.Model, sizes: Sizes) -> dict[str, int]:
-    """Returns the sizes of the dimensions of inputs. The first use of a name says whether it is a batch."""
+    """Returns the sizes of the dimensions of inputs. The first use of a name says whether it is a batch: a
+    first axis, or the second one of states [layers, batch, width]."""
     axes: dict[str, int] = {}
     for value in model.graph.inputs:
-        for axis, dim in enumerate(g.dims(value) or []):
-            axes.setdefault(dim, axis) if isinstance(dim, str) else None
+        dims = g.dims(value) or []
+        batch = int([*map(type, dims)] == [int, str, int] and dims[0] != 1)
+        for axis, dim in enumerate(dims):
+            axes.setdefault(dim, abs(axis - batch)) if isinstance(dim, str) else None
     return sizes_of(axes, sizes.batch, sizes.length, sizes.step, dict(sizes.fixed))
 
 

@@ -81,13 +81,32 @@ CHANNELS = {
     "Gemm": ("(float[B, F] x) => (float[B, G] y) { y = Gemm <transB=1> (x, k) }", {"k": weights(4, 5)}),
     "norm": ("(float[B, S, F] x) => (float[B, S, F] y) { r = Relu (x) y = LayerNormalization (r, k) }",
              {"k": weights(5)}),
+    "windows of samples": (
+        "(float[B, T] x) => (float[B, D, F] y) { u = Unsqueeze (x, one) y = Conv <strides=[160]> (u, k) }",
+        {"k": weights(4, 1, 400), "one": np.array([1])}),
+    "a state of two layers": (
+        "(float[B, T, 5] x, float[2, ?, 5] h) => (float[B, T, 5] y) { g = Gather (h, k) y = Add (x, g) }",
+        {"k": np.array([1])}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", often(CHANNELS, "Conv", "channels last, padded", "MatMul", "norm"))
+@pytest.mark.parametrize(
+    "name", often(CHANNELS, "Conv", "channels last, padded", "MatMul", *[*CHANNELS][-3:])
+)
 def test_sizes_that_weights_fix(name: str, tmp_path: Path) -> None:
     text, constants = CHANNELS[name]
     optimized(parsed(text, **constants), tmp_path)
+
+
+@pytest.mark.parametrize("shape", ["", "[1]"])
+def test_integers_that_choose_a_branch(shape: str, tmp_path: Path) -> None:
+    """Both branches run: the result of the other one differs in 16 bits."""
+    text = f"""(float[N, 8] x, int64{shape} rate) => (float[N, 8] y) {{ e = Equal (rate, known)
+        f = Reshape (e, none)
+        y = If (f) <then_branch = t () => (float[N, 8] a) {{ b = Mul (x, large) a = Mul (b, b) }},
+            else_branch = e () => (float[N, 8] c) {{ c = Neg (x) }}> }}"""
+    proto = parsed(text, known=np.array(16000), none=np.array([], np.int64), large=np.float32(3e4))
+    assert "exceed the range" in refusal(proto, tmp_path, dtype="float16")
 
 
 def test_two_inputs_with_sizes_that_weights_fix(tmp_path: Path) -> None:
@@ -376,3 +395,15 @@ def test_sizes_behind(body: str) -> None:
     assert found == [["B", "S", "8"], ["B*S", "8"], ["B", "S", "8"]]
     states = nodes(model, "CausalConvWithState", "LinearAttention")
     assert all(node.outputs[1].shape == node.inputs[3].shape for node in states)  # type: ignore[union-attr]
+
+
+def test_features_of_a_row(tmp_path: Path) -> None:
+    """ONNX Runtime's inference has them in the shape of the indices, so a Reshape to that went: of skl2onnx's
+    nearest neighbours."""
+    text = """(float[N, 4] x) => (float[N, 3] y, int64[N, 2] z) { v, i = TopK (x, two) y = MatMul (x, w)
+        e = ai.onnx.ml.ArrayFeatureExtractor (row, i) z = Reshape (e, pairs) }"""
+    row, pairs = np.arange(5, 9), np.array([-1, 2])
+    proto = parsed(text, two=np.array([2]), w=weights(4, 3), row=row, pairs=pairs)
+    proto.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
+    report, _ = optimized(proto, tmp_path)
+    assert report.fused
