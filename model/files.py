@@ -122,6 +122,8 @@ def _write_model(model: ir.Model, path: Path, values: Iterable[ir.Value]) -> Non
             weights[str(value.name)] = tensor.nbytes, partial(pieces, tensor)
             value.const_value = _place(value, tensor, path, 0)
     proto = ir.to_proto(model)
+    if model.model_version is not None:  # onnx_ir drops 0, and ONNX Runtime then shows the largest number
+        proto.model_version = model.model_version
     for each in (each for each in proto.graph.initializer if each.name in weights):
         each.ClearField("external_data")
         each.ClearField("data_location")

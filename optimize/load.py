@@ -185,6 +185,11 @@ def _check_values(path: Path, model: ir.Model) -> None:
             raise ExportError(f"{path}: output {name} is listed twice; list it once")
     reads = [("the model returns", used) for used in model.graph.outputs]
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if any(each.type is ir.AttributeType.TYPE_PROTO for each in node.attributes.values()):
+            raise ExportError(
+                f"{path}: {node.op_type} makes {node.outputs[0].name} without a value, and twinop reads no "
+                "such optionals. Export the model with tensors"
+            )
         reads += [(f"{node.op_type} reads", used) for used in node.inputs if used is not None]
     for reader, used in reads:
         if not (used.producer() or used.is_graph_input() or used.is_initializer()):

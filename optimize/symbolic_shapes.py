@@ -182,7 +182,6 @@ def _inference() -> Any:
             for op_type in _BROADCASTS:
                 self.dispatcher_[op_type] = partial(self._broadcast, self.dispatcher_.get(op_type))
             self.dispatcher_["GatherBlockQuantized"] = partial(_infer_quantised_rows, self)
-            self.dispatcher_["FusedConv"] = self._infer_Conv
             self.dispatcher_["FusedMatMul"] = partial(_infer_fused_matmul, self)
             self.dispatcher_["Slice"] = partial(_infer_slice, self, original)
             self.dispatcher_["Split"] = partial(_infer_split, self, self._infer_Split)
@@ -190,6 +189,7 @@ def _inference() -> Any:
                 self.dispatcher_[op_type] = partial(_infer_state, self)
             for op_type in ("GatedRMSNorm", "QMoE"):
                 self.dispatcher_[op_type] = self._pass_on_shape_and_type
+            del self.dispatcher_["ArrayFeatureExtractor"]  # of a row, the result has one row
             for op_type in ("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMin", "ReduceSumSquare"):
                 self.dispatcher_[op_type] = self._infer_ReduceMean
             if not self.auto_merge_:

@@ -197,12 +197,13 @@ def test_sizes_of_minus_one_are_unknown(tmp_path: Path) -> None:
     assert types(model) == {"CustomLinear": 1} and model.graph.inputs[0].shape == ir.Shape(["x_0", 4])
 
 
-def test_what_an_output_says_of_itself_is_kept(tmp_path: Path) -> None:
+def test_what_a_model_and_an_output_say_of_themselves_is_kept(tmp_path: Path) -> None:
     proto = parsed(TEXT, w=weights(4, 3))
+    proto.model_version = 0  # without it ONNX Runtime shows the largest number
     proto.graph.output[0].doc_string = "logits"
     proto.graph.output[0].metadata_props.add(key="unit", value="nat")
     _, model = optimized(proto, tmp_path)
-    assert model.graph.outputs[0].doc_string == "logits"
+    assert model.graph.outputs[0].doc_string == "logits" and model.model_version == 0
     assert model.graph.outputs[0].metadata_props == {"unit": "nat"}
 
 
@@ -366,6 +367,17 @@ def test_maps_and_sequences(tmp_path: Path) -> None:
     text = "(float[N, 4] x) => (seq(float[N, 3]) y) { a = MatMul (x, w) y = SequenceConstruct (a, a) }"
     report, _ = optimized(parsed(text, w=weights(4, 3)), tmp_path)
     assert report.fused
+    text = """(float[N, 6] x, int64 n) => (seq(float[N, M]) y) {
+        o = Constant <value_int = 1> () a = MatMul (x, w) m = Max (n, o)
+        y = SplitToSequence <axis=1> (a, m) }"""
+    report, _ = optimized(parsed(text, w=weights(6, 3)), tmp_path)  # onnxscript fails on such a node
+    assert report.fused
+    text = "() => (optional(float[4]) y) { y = Optional () }"
+    kind = onnx.helper.make_tensor_type_proto(1, [4])
+    empty = parsed(text)
+    empty.graph.node[0].attribute.append(onnx.helper.make_attribute("type", kind))
+    onnx.save(empty, tmp_path / "old.onnx")
+    assert "Optional makes y without a value" in message(tmp_path / "old.onnx", tmp_path / "new.onnx")
 
 
 def test_a_packed_weight_that_layers_share_is_stored_once(tmp_path: Path) -> None:
