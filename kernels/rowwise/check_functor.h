@@ -50,6 +50,14 @@ constexpr bool HaveOneType() {
   return true;
 }
 
+// Whether the rows that each call reads are no optional inputs.
+template <class F, class Op>
+constexpr bool AllGiven() {
+  for (int k = 0; k < kRowInputs<F> - F::kEpilogueInputs; ++k)
+    if (Op::kRecord.input(kRowIndices<F, Op>[k]).kind == Kind::kOptionalTensor) return false;
+  return true;
+}
+
 // Checks a functor against its op's record and against the limits of the skeleton. The compiler's
 // message names the functor and the op.
 template <class F, class T, class Op>
@@ -63,11 +71,13 @@ constexpr bool CheckFunctor() {
   static_assert(
       F::kRowOutputs + F::kColumnReductions == static_cast<int>(kRecord.output_count),
       "kRowOutputs and kColumnReductions together are the number of the schema's outputs");
-  if constexpr (AllFound(kRowIndices<F, Op>))
+  if constexpr (AllFound(kRowIndices<F, Op>)) {
+    static_assert(AllGiven<F, Op>(), "rows are read in each call, so none is a Tensor?");
     static_assert(HaveOneType<F, Op>(),
                   "the rows and the results of a row-wise op have one dtype, float32, float16, "
                   "bfloat16 or float64. Write other dtypes in an op after it, which may be "
                   "elementwise, or in a launcher of your own");
+  }
   static_assert(kRecord.rows.given, "the record of a row-wise op has .rows(...)");
   static_assert(kPhases<F> == 1 || kPhases<F> == 2, "Phases are one or two reductions");
   static_assert(kHasPhase<F, T, 0> && kHasPhase<F, T, kPhases<F> - 1>,

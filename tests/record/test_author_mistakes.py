@@ -67,6 +67,7 @@ MISTAKES = [
     (ELEMENTWISE, [("T operator()(T x) const", "T apply(T x) const")], "`T operator()(T, ...) const`"),
     (ELEMENTWISE, [("ELEMENTWISE(leaky_relu", "ELEMENTWISE(leaky")], "the schema has another name than the"),
     (ROWWISE, [('Names("x")', 'Names("z")')], "kRows names an input that the schema does not have"),
+    (ROWWISE, [("Tensor x)", "Tensor? x=None)")], "rows are read in each call, so none is a Tensor?"),
     (ROWWISE, [("-> Tensor", "-> (Tensor y, Tensor z)")], "are the number of the schema's outputs"),
     (ROWWISE, [('.rows("-1")', "")], "the record of a row-wise op has .rows(...)"),
     (ROWWISE, [(" Term(", " Terms(")], "each phase has `Values<T, N> Term(Phase<i>, "),
