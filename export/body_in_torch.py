@@ -147,7 +147,9 @@ class TorchOps:
             named = {key: v.value if isinstance(v, AttributeValue) else v for key, v in attributes.items()}
             given = [self._tensor(v, inputs) for v in inputs]
             try:
-                return self._apply(op_type, partial(function, **named), given)
+                found = self._apply(op_type, partial(function, **named), given)
+                several = found[:_outputs] if isinstance(found, tuple) else (found,)
+                return several if _outputs > 1 else several[0]
             except (TypeError, NotImplementedError) as error:  # what torch's function does not take
                 raise ExportError(
                     f"body {self._record.name}: {op_type}({len(inputs)} inputs, {named}) cannot be computed "
@@ -254,6 +256,16 @@ def _cast(x, *, to, saturate=1):
     return x.to(getattr(torch, name))
 
 
+def _unique(x, *, axis=None, sorted=1):
+    _, inverse, counts = torch.unique(x.detach(), return_inverse=True, return_counts=True, dim=axis)
+    flat = inverse.reshape(-1)
+    first = torch.full_like(counts, flat.numel()).scatter_reduce(0, flat, torch.arange(len(flat)), "amin")
+    if not sorted:
+        order = first.argsort()
+        first, counts, flat = first[order], counts[order], order.argsort()[flat]
+    return (x.reshape(-1) if axis is None else x).index_select(axis or 0, first), first, flat, counts
+
+
 _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
@@ -358,6 +370,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Sum": lambda *tensors: reduce(torch.add, tensors),
     "Trilu": lambda x, k=0, *, upper=1: (torch.triu if upper else torch.tril)(x, int(k)),
     "Transpose": lambda x, *, perm=None: x.permute(perm or tuple(reversed(range(x.ndim)))),
+    "Unique": _unique,
     "Unsqueeze": _unsqueeze,
 }
 """Operators that torch's functions of the same name do not compute alone."""

@@ -169,6 +169,8 @@ OPERATORS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("Einsum", (X, Y), {"equation": "ij,ij->i"}),
     ("Gemm", (X, Y), {"transB": 1, "alpha": 0.5}),
     ("TopK", (X, ints(2)), {"axis": 0, "largest": 0}),
+    ("Unique", (np.round(X),), {}),
+    ("Unique", (np.round(X)[:, [0, 1, 0]],), {"axis": 1}),
     *(("Constant", (), {f"value_{kind}": value}) for kind, value in (("int", 3), ("floats", [0.5, 2.0]))),
     ("OneHot", (ints(0, -1), np.int64(3), np.array([0.5, 2.0])), {"axis": 0}),
     ("Pow", (ints(2, 3), np.array([2.0, 3.0])), {}),
@@ -186,7 +188,7 @@ OPERATORS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 @pytest.mark.parametrize(("op", "inputs", "attributes"), OPERATORS, ids=lambda each: str(each)[:12])
 def test_operators_are_those_of_onnx(op: str, inputs: tuple[Any, ...], attributes: dict[str, Any]) -> None:
     names = [f"x{i}" for i in range(len(inputs))]
-    outputs = ["y", "i"][: 1 + (op == "TopK")]
+    outputs = ["y", "i", "inverse", "counts"][: {"TopK": 2, "Unique": 4}.get(op, 1)]
     values = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.asarray(each).dtype), None)
         for name, each in zip(names, inputs, strict=True)
