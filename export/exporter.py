@@ -6,6 +6,7 @@ An exporter of torch's makes one model in memory (`routes.py`). A list of passes
 
 import dataclasses
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import torch
+from onnx.external_data_helper import uses_external_data
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, ShapeInferencePass
 
 import twinop
 from twinop import deploy, torch_op
 from twinop.deploy import wire
 from twinop.deploy.choose_library import library_paths
+from twinop.deploy.custom_nodes import tensors
 from twinop.deploy.ort_process import time_limit
 from twinop.deploy.ort_runs import check_shown
 from twinop.errors import ExportError, LibraryError, TwinopError, in_command, option
@@ -29,6 +33,7 @@ from twinop.libraries.library import read_library
 from twinop.model.attach import attach_to_calls
 from twinop.model.calls import Call, find_calls
 from twinop.model.files import EXTERNAL_DATA_BYTES, save, work_folder
+from twinop.model.weights import Held
 from twinop.optimize import chosen_device
 from twinop.optimize import optimize as optimize_file
 from twinop.record.dtypes import to_array
@@ -45,6 +50,8 @@ from .verify import Case
 from .verify import verify as compare_with_torch
 
 _OPTIMIZED = "optimized"
+_FREED = 200_000_000
+"""The bytes of a file that does not stay on the disk until the optimised one is written, too."""
 
 
 def export(
@@ -100,8 +107,10 @@ def export(
         if cases:
             compare_with_torch(report, wire.view(files[-1]), exported, libraries, calls, cases)
         if optimize:
-            options |= {"progress": progress, "kept": calls, "library": libraries or None}
-            files = _optimized(files[-1], reference.inputs.tensors, report, cases, options) or files
+            source, held = _held(exported, files)
+            options |= {"progress": progress, "kept": calls, "library": libraries or None, "held": held}
+            found = _optimized(source, reference.inputs.tensors, report, cases, options)
+            files = found or _as_exported(exported, files, held, external_data_bytes)
         report.take_files(publish(files, report.path))
     return report
 
@@ -158,6 +167,32 @@ def _run_passes(
     model.metadata_props.update(_packages(calls))
     _describe(model, report)
     return calls
+
+
+def _held(model: ir.Model, files: Sequence[Path]) -> tuple[Path, dict[str, Held]]:
+    """Gives the disk of a large file back, whose weights torch has in memory. Returns the file to optimise,
+    which keeps its graph and its size, not its numbers, and its weights."""
+    path = wire.view(files[-1])
+    proto = onnx.load(path, load_external_data=False)
+    external = [*filter(uses_external_data, tensors(proto))]
+    is_whole = len(external) == sum(map(uses_external_data, proto.graph.initializer))
+    if (size := files[0].stat().st_size) < _FREED or not is_whole:
+        return files[-1], {}
+    values = {name: each.const_value for name, each in model.graph.initializers.items() if each.const_value}
+    held = {each.name: Held(values[each.name]) for each in external}
+    for length in (0, size):
+        os.truncate(files[0], length)
+    return path, held
+
+
+def _as_exported(
+    model: ir.Model, files: list[Path], held: Mapping[str, Held], external_data_bytes: int
+) -> list[Path]:
+    """Returns the files of a model that is not optimised, written again if `_held` gave their disk back."""
+    if not held:
+        return files
+    shutil.rmtree(files[-1].parent / _OPTIMIZED)
+    return save(model, files[-1], external_data_bytes)
 
 
 def _optimized(

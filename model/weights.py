@@ -112,6 +112,19 @@ class Stored(_Lazy):
         return padded[start - first : stop - first]
 
 
+class Held(Stored):
+    """A tensor in memory that is read as those in files are: nothing is copied."""
+
+    def __init__(self, tensor: ir.TensorProtocol) -> None:
+        is_packed = tensor.dtype.bitwidth < 8
+        array = np.frombuffer(tensor.tobytes(), np.uint8) if is_packed else tensor.numpy()
+        self.array = np.ascontiguousarray(array)
+        super().__init__(Path(), self.array.ctypes.data, tensor.dtype, sizes(tensor), tensor.name)
+
+    def _map(self, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        return self.array.reshape(-1).view(dtype).reshape(shape)
+
+
 class Recipe(_Lazy):
     """A tensor that is computed from others: `operation` with its parameters, which are hashable."""
 
@@ -138,7 +151,7 @@ def is_held(tensor: ir.TensorProtocol) -> bool:
     """Whether a tensor, or one that it is computed from, is in the memory of this process alone."""
     if isinstance(tensor, Recipe):
         return any(map(is_held, tensor.sources))
-    return not isinstance(tensor, Stored | ir.ExternalTensor)
+    return isinstance(tensor, Held) or not isinstance(tensor, Stored | ir.ExternalTensor)
 
 
 # ------------------------------------------------------------------------------------ makers

@@ -1,7 +1,9 @@
 """Reads a model's file, and refuses what twinop cannot optimise."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -20,11 +22,12 @@ from . import graph as g
 
 FILES = "files of external data"
 _BODIES_IR_VERSION = 8  # the first with function bodies
+Held = Mapping[str, weights.Held]
 
 
-def load(path: Path) -> ir.Model:
-    """Reads a model, and sorts its nodes. Large weights stay in their files (`Stored`). ExportError: the file
-    is not a model, or its weights are missing."""
+def load(path: Path, held: Held = MappingProxyType({})) -> ir.Model:
+    """Reads a model, and sorts its nodes. Large weights stay in their files (`Stored`), or are held in memory
+    and have no numbers there. ExportError: the file is not a model, or its weights are missing."""
     read_proto(path)
     try:
         with quiet():  # onnx_ir warns of what `_check_values` refuses
@@ -54,7 +57,7 @@ def load(path: Path) -> ir.Model:
     attributes = (each for node in model.graph.all_nodes() for each in node.attributes.values())
     if any(isinstance(each.value, ir.ExternalTensor) for each in attributes):
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    _place_weights(path, model)
+    _place_weights(path, model, held)
     _check_values(path, model)
     return model
 
@@ -89,7 +92,7 @@ def _check_initializers(path: Path, proto: onnx.ModelProto) -> None:
             )
 
 
-def _place_weights(path: Path, model: ir.Model) -> None:
+def _place_weights(path: Path, model: ir.Model, held: Held = MappingProxyType({})) -> None:
     """Lets large external data stay in its files, also behind links, as in Hugging Face's cache, and reads
     the rest; ExportError: the data lies in another folder, or ends before its tensor does."""
     files = set[Path]()
@@ -97,7 +100,7 @@ def _place_weights(path: Path, model: ir.Model) -> None:
         tensor = value.const_value
         _check_bytes(path, tensor)
         if isinstance(tensor, ir.ExternalTensor):
-            value.const_value = _placed(path, tensor, files)
+            value.const_value = _placed(path, tensor, files, held.get(str(value.name)))
     inner = (node for function in model.functions.values() for node in function.all_nodes())
     for node in (*model.graph.all_nodes(), *inner):
         for name, attribute in [*node.attributes.items()]:
@@ -126,7 +129,9 @@ def _require_bytes(path: Path, tensor: ir.TensorProtocol, has: int, where: objec
         )
 
 
-def _placed(path: Path, tensor: ir.ExternalTensor, files: set[Path]) -> ir.TensorProtocol:
+def _placed(
+    path: Path, tensor: ir.ExternalTensor, files: set[Path], held: weights.Held | None = None
+) -> ir.TensorProtocol:
     file, start = path.parent / tensor.location, tensor.offset or 0
     real = file.resolve()
     if not file.is_symlink() and not real.is_relative_to(path.parent.resolve()):
@@ -137,7 +142,7 @@ def _placed(path: Path, tensor: ir.ExternalTensor, files: set[Path]) -> ir.Tenso
     has = min(tensor.nbytes if tensor.length is None else tensor.length, real.stat().st_size - start)
     _require_bytes(path, tensor, has, tensor.location)
     files.add(file)
-    stored = Stored(real, start, tensor.dtype, tensor.shape.numpy(), tensor.name)
+    stored = held or Stored(real, start, tensor.dtype, tensor.shape.numpy(), tensor.name)
     if weights.is_large(stored):
         return stored
     return ir.tensor(np.array(stored.numpy()), dtype=stored.dtype, name=stored.name)

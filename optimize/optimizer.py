@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, LiftConstantsToInitializersPass
@@ -42,7 +43,7 @@ from . import (
 )
 from . import graph as g
 from .estimate import Estimate, estimate
-from .load import load, reopen
+from .load import Held, load, reopen
 from .prepare import clean, prepare
 from .report import Float8, OptimizeReport
 from .rewrite import fused, skip, skipped
@@ -69,6 +70,7 @@ def optimize(
     library: deploy.Libraries = None,
     allow_model_libraries: bool = False,
     kept: Iterable[OpSpec] = (),
+    held: Held = MappingProxyType({}),
     dry_run: bool = False,
     explain: str | None = None,
     timeout: float = 600,
@@ -88,7 +90,7 @@ def optimize(
             that starts there, and nothing is written.
         timeout: the seconds that a model may run without progress, before it is ended.
         progress: called at each step, and while it goes on.
-        kept: and the others are those of `source.Options`, which describes them.
+        kept, held: and the others are those of `source.Options`, which describes them.
 
     Raises:
         ExportError: wrong arguments, or a model that cannot be read, run or converted.
@@ -96,7 +98,8 @@ def optimize(
     of_cuda = device is None and (invariant or dtype == FLOAT8)
     options = Options(
         dtype, chosen_device("cuda" if of_cuda else device), padding, shared_caches, invariant, inputs_file,
-        without, replace, allow_uncompared, drop_slow, library, allow_model_libraries, kept, rows, max_error,
+        without, replace, allow_uncompared, drop_slow, library, allow_model_libraries, kept, held, rows,
+        max_error,
     )  # fmt: skip
     with time_limit(timeout), silent_loggers():
         return _optimized(Path(source), Path(target), options, dry_run, explain, progress)
@@ -301,13 +304,13 @@ def _write_original(verifier: Verifier, folder: Path) -> list[Path]:
     """Writes the file as it is: nothing was recognised."""
     source, report = verifier.source, verifier.source.report
     report.nodes_after = report.nodes_before
-    model = load(source.path)
+    model = load(source.path, source.options.held)
     unfuse_ort.split_simplified_norms(model)
     if verifier.whole is not None:
         equivalence.confirm_shapes(model, verifier.whole.reference)
     report.libraries = paths_in_use(model, source.registered)
     files = save(model, folder / report.path.name, EXTERNAL_DATA_BYTES, checks=False)  # its fp32 form has run
-    if verifier.whole is not None and not source.is_fp32 and not source.is_changed:
+    if verifier.whole is not None and not source.is_fp32 and source.runs_as_file:
         with suppress(NotRunnable, TwinopError):  # bfloat16 has few kernels on the CPU
             note = run(files[-1], source.user_ops.libraries or None, may_skip=True).note
             report.add_note(f"the original: {note}" if note else "")

@@ -32,7 +32,7 @@ from . import (
     unfuse_ort,
 )
 from . import graph as g
-from .load import FILES, load, make_constant, separate_names
+from .load import FILES, Held, load, make_constant, separate_names
 from .prepare import inline_functions, main_dtype
 from .report import OptimizeReport
 from .sliced import Runnable, runnable
@@ -61,6 +61,7 @@ class Options:
     library: deploy.Libraries  # of custom ops; others are found as `deploy.session` finds them
     allow_model_libraries: bool  # whether to load libraries, which can run any code, from the model's folder
     kept: Iterable[OpSpec]  # ops whose nodes stay although no library may have them
+    held: Held  # weights by name that are in memory, and that the file only names
     rows: int = 2048  # for float8: those that matmuls get; what 8 bits make slower stays in 16. 0 takes all
     max_error: float = 0.2  # for float8, of an output: matmuls go back to 16 bits until it is kept
 
@@ -131,6 +132,11 @@ class Source:
         return precision.DTYPES.get(self.report.dtype, ir.DataType.FLOAT)
 
     @property
+    def runs_as_file(self) -> bool:
+        """Whether the CPU can run the file itself, as far as its dtypes allow."""
+        return not self.is_changed and not self.options.held
+
+    @property
     def converts(self) -> bool:
         """Whether the result, its inputs or outputs are not in fp32."""
         return {self.dtype, *self.interface.values()} != {ir.DataType.FLOAT}
@@ -175,7 +181,7 @@ def form_of(model: ir.Model) -> Form:
 def read_source(path: Path, target: Path, options: Options) -> Source:
     """Reads a model and makes its form in fp32; the weights stay in their files. ExportError: it cannot be
     read, `target` is one of its files, or an option does not fit it."""
-    model = load(path)
+    model = load(path, options.held)
     data: set[Path] = model.meta[FILES]
     check_target(target, {path, *data})
     user_ops = find_user_ops(model, path, options.library, options.kept, options.allow_model_libraries)

@@ -84,7 +84,7 @@ class Verifier:
             self.sizes = self.given[1] if self.given else steps[0] if steps else inputs.SIZES[0]
             return self.sizes
         self.progress("running the original")
-        is_file = source.is_fp32 and not source.is_changed
+        is_file = source.is_fp32 and source.runs_as_file
         form = Form(source.path, {}) if is_file else source.form(source.original.clone())
         try:
             reference, sizes = self.reference(form.what, source.original)
@@ -450,7 +450,7 @@ class Verifier:
         except KeyError:  # preparing the model has removed a value
             plain = None
         plain_form = None if plain is None else source.form(plain.clone())
-        if plain_form is not None and is_whole and source.is_unconverted and not source.is_changed:
+        if plain_form is not None and is_whole and source.is_unconverted and source.runs_as_file:
             plain_form = replace(plain_form, what=source.path)
         error = comparison.check_16_bits(form, plain, plain_form)
         if error is None and plain is not None and any(node.op_type in ONLY_16 for node in part.graph):

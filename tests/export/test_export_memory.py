@@ -1,5 +1,6 @@
 """An export copies no parameter, and leaves each with its bits."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 import warm_python
 from torch import nn
 
-from twinop.export import export, state
+from twinop.errors import ExportError
+from twinop.export import export, exporter, state
+from twinop.model.files import EXTERNAL_DATA_BYTES
 from twinop.optimize.segments import cut
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
@@ -146,3 +149,35 @@ def test_layers_of_fixed_sizes_are_compared(monkeypatch: pytest.MonkeyPatch, tmp
     report = export(model, (torch.ones(2, 64),), tmp_path / "m.onnx", **options)
     assert any("layer 2 of" in step for step in steps)
     assert not any("not optimised" in note for note in report.notes), report.notes
+
+
+@pytest.mark.parametrize(("outcome", "data"), [("fused", 1), ("nothing", EXTERNAL_DATA_BYTES), ("fails", 1)])
+def test_the_disk_has_weights_once(
+    outcome: str, data: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def used() -> int:
+        return sum(each.stat().st_blocks for each in tmp_path.rglob("*")) * 512
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        at_start.append(used())
+        if outcome == "fails":
+            raise ExportError("it fails")
+        return optimize(*arguments, **options)
+
+    optimize, at_start, written = exporter.optimize_file, list[int](), list[dict[str, bytes]]()
+    monkeypatch.setattr(exporter, "optimize_file", watched)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 600), nn.Linear(600, 512))
+    device = "cpu" if outcome == "nothing" else "cuda"
+    for least in (1 << 40, 1 << 20):
+        monkeypatch.setattr(exporter, "_FREED", least)
+        (folder := tmp_path / "new").mkdir()
+        path, example = folder / "m.onnx", (torch.ones(2, 512),)
+        report = export(model, example, path, external_data_bytes=data, device=device)
+        assert (report.optimized is not None) == (outcome == "fused"), report.notes
+        assert report.optimized is None or report.optimized.source.name == "m.onnx"
+        assert all("it fails" in note for note in report.notes) or outcome != "fails"
+        written.append({file.name: file.read_bytes() for file in folder.iterdir()})
+        shutil.rmtree(folder)
+    assert written[0] == written[1] and any(len(each) > 1 << 20 for each in written[0].values())
+    assert at_start[0] > 2_000_000 > 100_000 > at_start[1]

@@ -435,7 +435,7 @@ def quantized(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_weights_have_a_scale_for_each_channel(shape: tuple[int, int], dtype: Any) -> None:
     weight = (weights(*shape) * 10.0 ** np.linspace(-4, 3, shape[0])[:, None]).astype(dtype)
     weight[3] = 0
-    given = ir.tensor(weight)
+    given = stored.Held(ir.tensor(weight))
     scales = stored.row_scales(given)
     found = stored.quantized(given, scales)
     q, scale = quantized(weight)

@@ -61,7 +61,7 @@ def _rewritten(path: Path, dtype: str | None, device: str, target: Path) -> ir.M
     """Takes a model through all steps that change it, without a run, and writes it."""
     options = Options(
         dtype, device, None, False, False, None, (), (), False, False, library=None,
-        allow_model_libraries=False, kept=(),
+        allow_model_libraries=False, kept=(), held={},
     )  # fmt: skip
     source = read_source(path, target, options)
     prepare(source.base, {**source.records, **source.user_ops.records})
