@@ -172,8 +172,6 @@ def _module() -> Any:
 def _inference() -> Any:
     """Returns ONNX Runtime's inference, changed so that sizes of inputs stay apart where they are summed: one
     of the two may be 1. The sum's size has the names of both."""
-    import sympy  # type: ignore[import-untyped]
-
     original = _module()
 
     class Inference(original.SymbolicShapeInference):  # type: ignore[name-defined]  # of a module without types
@@ -218,7 +216,7 @@ def _inference() -> Any:
             for axis in range(-min(len(one), len(two)), 0):
                 if one[axis] != two[axis] and (names := self._sizes_of_inputs(one[axis], two[axis])):
                     one[axis] = two[axis] = both = g.OR.join(names)
-                    self.symbolic_dims_[both] = sympy.Symbol(both, integer=True, nonnegative=True)
+                    self.symbolic_dims_[both] = original.sympy.Symbol(both, integer=True, nonnegative=True)
             return super()._broadcast_shapes(one, two)
 
         def _check_merged_dims(self, dims: list[Any], allow_broadcast: bool = True) -> None:
