@@ -255,6 +255,10 @@ _MASKED = {
         g = Where (n, zero, p)""",
     "chosen": "c = Where (shown, b, lowest) g = Softmax (c)",
     "none": "g = Softmax (b)",
+    # of a mask that counts the rows of a cache, as in MPT and T5
+    "places": """whole = Shape (k) n = Gather (whole, two) places = Range (first, n, step)
+        f = Cast <to = 1> (places) h = Shape <start = -2, end = 3> (k) all = Reshape (f, h)
+        c = Add (b, all) g = Softmax (c)""",
     "one head": "g = Softmax (b)",  # of keys and values, as in Falcon
 }
 _RUN_BOTH = """
@@ -291,6 +295,7 @@ def test_standard_attention_of_each_release(masked: str, releases: tuple[str, ..
     }
     constants |= {"apart": np.array([0, 0, 2, 4]), "apart_kv": np.array([0, 0, heads, 4])}
     constants |= {"joined": np.array([0, 0, 8]), "zero": np.float32(0)}
+    constants |= {name: np.array(number) for name, number in (("first", 0), ("step", 1), ("two", 2))}
     lowest = {"lowest": np.finfo(np.float32).min, "inf": np.float32(-np.inf), "half": np.float32(0.5)}
     proto = parsed(f"{signature} {{ {_STEP} {_MASKED[masked]} {end} }}", **constants, **lowest)
     cases = dict[str, np.ndarray]()
