@@ -41,7 +41,7 @@ _Match = tuple[str, ir.Value]
 
 
 class Activations(
-    Rewrite[_Match], name="activation", op_types=("Mul", "Div", "Gelu", "Swish", "Pow"), backwards=True
+    Rewrite[_Match], key="activation", op_types=("Mul", "Div", "Gelu", "Swish", "Pow"), backwards=True
 ):
     """Finds the name of a function and its x."""
 

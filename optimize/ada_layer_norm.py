@@ -14,7 +14,7 @@ from .rewrite import Rewrite
 _Match = tuple[ir.Value, ir.Value, ir.Value]  # scale, shift and the result
 
 
-class AdaLayerNorm(Rewrite[_Match], name="ada_layer_norm", ops=("layer_norm",)):
+class AdaLayerNorm(Rewrite[_Match], key="ada_layer_norm", ops=("layer_norm",)):
     """Finds scale, shift and the result."""
 
     def match(self, node: ir.Node) -> _Match | str:

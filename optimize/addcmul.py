@@ -11,7 +11,7 @@ from . import graph as g
 from .rewrite import Rewrite
 
 
-class Addcmul(Rewrite[tuple[ir.Value | None, ir.Node]], name="addcmul", op_types=("Add",), device="cuda"):
+class Addcmul(Rewrite[tuple[ir.Value | None, ir.Node]], key="addcmul", op_types=("Add",), device="cuda"):
     """Finds x and the product."""
 
     def match(self, node: ir.Node) -> tuple[ir.Value | None, ir.Node] | str:

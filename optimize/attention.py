@@ -36,7 +36,7 @@ _MAX_BATCH = 65_535
 """Sequences of one launch of attention kernels on CUDA. A size that is not known counts as 64."""
 
 
-class Attention(Rewrite[ir.Node], name="attention", op_types=("Softmax",), pattern="attention"):
+class Attention(Rewrite[ir.Node], key="attention", op_types=("Softmax",), pattern="attention"):
     """Finds the matmul with v."""
 
     def match(self, node: ir.Node) -> ir.Node | g.Skipped:

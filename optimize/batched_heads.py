@@ -20,7 +20,7 @@ _OF_ROWS = {(1, 0, 2): [1, 2, 0, 3], (1, 2, 0): [1, 2, 3, 0]}
 """How [S, B, H, D] is transposed to heads where [S, B*H, D] was, by how."""
 
 
-class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], name="batched_heads", op_types=("MatMul", "Softmax")):
+class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], key="batched_heads", op_types=("MatMul", "Softmax")):
     """Finds the number of heads, and what follows the matmul."""
 
     def match(self, node: ir.Node) -> tuple[int, list[ir.Node]] | str:

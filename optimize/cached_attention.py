@@ -35,7 +35,7 @@ _Tables = dict[tuple[ir.Value | None, ...], ir.Value]
 
 
 class CachedAttention(
-    Rewrite[bool], name="cached_attention", microsoft=("GroupQueryAttention",), sixteen_bits_only=True
+    Rewrite[bool], key="cached_attention", microsoft=("GroupQueryAttention",), sixteen_bits_only=True
 ):
     """Puts the op in the place of GroupQueryAttention."""
 

@@ -32,7 +32,7 @@ class _Product:
     result: str
 
 
-class Einsum(Rewrite[_Product], name="einsum", op_types=("Einsum",)):
+class Einsum(Rewrite[_Product], key="einsum", op_types=("Einsum",)):
     """Finds what each letter is."""
 
     def match(self, node: ir.Node) -> _Product | str:

@@ -19,7 +19,7 @@ _LABEL = "embedding of known ids"
 _Match = tuple[ir.Value, ir.TensorProtocol, bool]
 
 
-class Embeddings(Rewrite[_Match], name="embedding", op_types=("Add",)):
+class Embeddings(Rewrite[_Match], key="embedding", op_types=("Add",)):
     """Finds what the rows are added to, the rows, and whether they were looked up."""
 
     def match(self, node: ir.Node) -> _Match | str:

@@ -21,7 +21,7 @@ from .rewrite import Rewrite
 _Match = tuple[ir.Value, ir.Value, str, list[tuple[Linear, int | None]]]
 
 
-class Gates(Rewrite[_Match], name="gated", op_types=("Mul",)):
+class Gates(Rewrite[_Match], key="gated", op_types=("Mul",)):
     """Finds gate, up, the activation, and the matmuls of gate and up, or the one that has both."""
 
     def match(self, node: ir.Node) -> _Match | g.Skipped | str:

@@ -22,7 +22,7 @@ _LOWEST = -1e30  # the kernel takes lower ones for -inf, and rows of them have n
 
 
 class GrowingCaches(
-    Rewrite[ir.Node], name="growing_caches", op_types=("Softmax",), device="cpu", reports=False
+    Rewrite[ir.Node], key="growing_caches", op_types=("Softmax",), device="cpu", reports=False
 ):
     """Finds the matmul with v. `attention.py` says why another attention is not fused."""
 

@@ -21,7 +21,7 @@ _SUMS = re.compile("Attention|Conv|Einsum|Gemm|GRU|LSTM|MatMul|MoE|(?<!Max)Pool|
 _OF_INTEGERS = re.compile("Integer$|^QLinear")
 
 
-class Invariance(Rewrite[bool], name="invariance", sixteen_bits_only=True):
+class Invariance(Rewrite[bool], key="invariance", sixteen_bits_only=True):
     """Sets an attribute of matmuls. Finds whether they are to be invariant."""
 
     def candidates(self) -> list[ir.Node]:

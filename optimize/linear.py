@@ -139,7 +139,7 @@ def activation_of(context: g.RewriteContext, node: ir.Node | None) -> str:
     return f"{name}_tanh" if name and g.attribute(node, "approximate", "none") == "tanh" else name
 
 
-class Linears(Rewrite[Linear], name="linear", op_types=("MatMul", "Gemm"), device="cuda", at_once=True):
+class Linears(Rewrite[Linear], key="linear", op_types=("MatMul", "Gemm"), device="cuda", at_once=True):
     """Puts one node in the place of a matmul, its bias and its activation."""
 
     def match(self, node: ir.Node) -> Linear | str:

@@ -51,7 +51,7 @@ def _is_moved_weight(value: ir.Value | None) -> bool:
     return is_8 and g.is_constant(value)
 
 
-class LinearFp8(Linears, name="linear_fp8", sixteen_bits_only=True):
+class LinearFp8(Linears, key="linear_fp8", sixteen_bits_only=True):
     """Finds matmuls whose x and weight are in 8 bits."""
 
     def match(self, node: ir.Node) -> Linear | str:
@@ -76,7 +76,7 @@ class LinearFp8(Linears, name="linear_fp8", sixteen_bits_only=True):
         return g.add(match.node, "DequantizeLinear", given, {"axis": 0}, dtype=wide, shape=shape), LAYOUT
 
 
-class InFp8(Rewrite[list[ir.Node]], name="in_fp8", ops=("linear",), sixteen_bits_only=True):
+class InFp8(Rewrite[list[ir.Node]], key="in_fp8", ops=("linear",), sixteen_bits_only=True):
     """Lets what `LinearFp8` has written multiply in 8 bits. Runs on the model in 16 bits."""
 
     def match(self, node: ir.Node) -> list[ir.Node] | str:

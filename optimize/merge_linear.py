@@ -23,7 +23,7 @@ _MAX_ELEMENTS = 3 << 20
 """Elements of the merged output. With more, the Split costs more than it saves (measured on an H200)."""
 
 
-class MergeLinear(Rewrite[list[ir.Node]], name="merge_linear", ops=("linear",), device="cuda"):
+class MergeLinear(Rewrite[list[ir.Node]], key="merge_linear", ops=("linear",), device="cuda"):
     """Finds the matmuls of one input, from the first one."""
 
     def match(self, node: ir.Node) -> list[ir.Node] | str:

@@ -37,7 +37,7 @@ class _NormInput(Rewrite[list[ir.Value]]):
         self.replace(old[1], new[1])
 
 
-class AddNorm(_NormInput, name="add_norm", ops=("layer_norm", "rms_norm")):
+class AddNorm(_NormInput, key="add_norm", ops=("layer_norm", "rms_norm")):
     """Finds two terms of one shape."""
 
     def match(self, node: ir.Node) -> list[ir.Value] | str:
@@ -61,7 +61,7 @@ class AddNorm(_NormInput, name="add_norm", ops=("layer_norm", "rms_norm")):
         self.fuse(node, "add_layer_norm" if is_layer_norm else "add_rms_norm", terms)
 
 
-class EmbedNorm(_NormInput, name="embed_norm", ops=("layer_norm",)):
+class EmbedNorm(_NormInput, key="embed_norm", ops=("layer_norm",)):
     """Finds a lookup, and the terms that are added to it."""
 
     def match(self, node: ir.Node) -> list[ir.Value] | str:

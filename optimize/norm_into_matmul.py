@@ -25,7 +25,7 @@ _Match = tuple[ir.Value, list[ir.TensorProtocol]]
 
 
 class NormIntoMatmul(
-    Rewrite[_Match], name="norm_into_matmul", ops=("rms_norm", "add_rms_norm"), sixteen_bits_only=True
+    Rewrite[_Match], key="norm_into_matmul", ops=("rms_norm", "add_rms_norm"), sixteen_bits_only=True
 ):
     """Finds what the matmuls are to norm, and their new weights."""
 

@@ -26,7 +26,7 @@ _Match = tuple[ir.Value | None, list[ir.Node], ir.Value | None]
 
 
 class PackedAttention(
-    Rewrite[_Match], name="packed_attention", microsoft=("MultiHeadAttention",), sixteen_bits_only=True
+    Rewrite[_Match], key="packed_attention", microsoft=("MultiHeadAttention",), sixteen_bits_only=True
 ):
     """Finds the tensor with q, k and v, or their matmuls; and the mask to add, or that of tokens [B, T]."""
 

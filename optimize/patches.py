@@ -17,7 +17,7 @@ from .rewrite import Rewrite
 _Match = tuple[list[int], list[g.Dim], ir.Node]
 
 
-class Patches(Rewrite[_Match], name="patches", op_types=("Conv",), device="cuda"):
+class Patches(Rewrite[_Match], key="patches", op_types=("Conv",), device="cuda"):
     """Finds the sizes of C, H, rows, W and columns; the shape of the tokens, and the node that makes them."""
 
     def match(self, node: ir.Node) -> _Match | str:

@@ -115,7 +115,7 @@ class QuantisedGates(Rewrite[tuple[list[_Matmul], str]]):
         self.replace(node.outputs[0], new, "linear_q_swiglu")
 
 
-class Quantised(Rewrite[_Matmul], name="quantised", microsoft=(MATMUL_NBITS,), sixteen_bits_only=True):
+class Quantised(Rewrite[_Matmul], key="quantised", microsoft=(MATMUL_NBITS,), sixteen_bits_only=True):
     """Puts one node in the place of a matmul, its bias and its activation."""
 
     def match(self, node: ir.Node) -> _Matmul:

@@ -27,7 +27,7 @@ Match = TypeVar("Match")
 
 class Rewrite(ir.passes.InPlacePass, Generic[Match]):
     """Matches nodes one after the other, and writes others in their place. The attributes are given as
-    arguments of the class: `class Addcmul(Rewrite[...], name="addcmul")`."""
+    arguments of the class: `class Addcmul(Rewrite[...], key="addcmul")`. Python 3.10 takes no `name`."""
 
     name: ClassVar[str]  # what `--without` calls it
     op_types: ClassVar[Sequence[str]] = ()  # the nodes that it starts from: standard ones
@@ -40,8 +40,8 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
     backwards: ClassVar[bool] = False  # it starts from the last nodes
     at_once: ClassVar[bool] = False  # all nodes are matched before a match is applied; `matches` has them
 
-    def __init_subclass__(cls, **attributes: object) -> None:
-        for name, value in attributes.items():
+    def __init_subclass__(cls, key: str | None = None, **attributes: object) -> None:
+        for name, value in (attributes if key is None else {"name": key, **attributes}).items():
             setattr(cls, name, value)
 
     def __init__(self, context: g.RewriteContext) -> None:

@@ -41,7 +41,7 @@ class _Rotation:
 
 
 class Rotary(
-    Rewrite[_Rotation], name="rotary", op_types=("Add", "Concat"), pattern="rotary embedding", at_once=True
+    Rewrite[_Rotation], key="rotary", op_types=("Add", "Concat"), pattern="rotary embedding", at_once=True
 ):
     """Fuses a rotation, and on CUDA another one of the same angles with it."""
 

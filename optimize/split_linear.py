@@ -20,7 +20,7 @@ _Match = tuple[Linear | None, list[_Part]]
 _MOVES = ("Split", "Slice")
 
 
-class SplitLinear(Rewrite[_Match], name="split_linear", op_types=(*_MOVES, "MatMul", "Gemm"), device="cuda"):
+class SplitLinear(Rewrite[_Match], key="split_linear", op_types=(*_MOVES, "MatMul", "Gemm"), device="cuda"):
     """Finds the matmul, or None for a constant, and the parts of it that are read."""
 
     def match(self, node: ir.Node) -> _Match | str:

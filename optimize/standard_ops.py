@@ -55,7 +55,7 @@ def check_ops(ops: Sequence[str], records: Mapping[str, OpSpec]) -> None:
             )
 
 
-class Replace(Rewrite[tuple[str, ir.Node]], name="replace"):
+class Replace(Rewrite[tuple[str, ir.Node]], key="replace"):
     """Finds the op that replaces an operator, and its `standard_node`."""
 
     @cached_property

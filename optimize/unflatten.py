@@ -17,7 +17,7 @@ from .rewrite import Rewrite
 _Match = tuple[Linear, ir.Value, ir.Node]
 
 
-class Unflatten(Rewrite[_Match], name="unflatten", op_types=("MatMul", "Gemm"), device="cuda"):
+class Unflatten(Rewrite[_Match], key="unflatten", op_types=("MatMul", "Gemm"), device="cuda"):
     """Finds the matmul, what is reshaped before it, and the Reshape after it."""
 
     def match(self, node: ir.Node) -> _Match | str:

@@ -33,7 +33,7 @@ _NUMBERS: Mapping[str, Sequence[str]] = {
 _Maybe = ir.Value | None
 
 
-class UnfuseOrt(Rewrite[bool], name="unfuse_ort"):
+class UnfuseOrt(Rewrite[bool], key="unfuse_ort"):
     """Splits nodes by `_RULES`."""
 
     def candidates(self) -> list[ir.Node]:
