@@ -65,7 +65,8 @@ class Rewrite(ir.passes.InPlacePass, Generic[Match]):
 
     def candidates(self) -> list[ir.Node]:
         """Returns the nodes to start from, in order."""
-        own = [self.context.records[op].onnx_name for op in self.ops]
+        records = self.context.records  # a library may have been built of few ops
+        own = [records[op].onnx_name for op in self.ops if op in records]
         starts = {"": self.op_types, g.MICROSOFT: self.microsoft, DOMAIN: own}
         found = [node for node in self.context.graph if node.op_type in starts.get(node.domain, ())]
         return found[::-1] if self.backwards else found

@@ -112,6 +112,13 @@ def test_no_layer_imports_from_a_higher_one(imports: set[tuple[str, str]], texts
 MOST_LINES = 60
 
 
+def test_no_class_has_a_keyword_that_its_metaclass_takes(texts: dict[str, str]) -> None:
+    """In Python 3.10 ABCMeta.__new__ has parameters of these names."""
+    nodes = [node for text in texts.values() for node in ast.walk(ast.parse(text))]
+    classes = {node.name: {k.arg for k in node.keywords} for node in nodes if isinstance(node, ast.ClassDef)}
+    assert not [name for name, taken in classes.items() if taken & {"name", "bases", "namespace"}]
+
+
 def test_functions_fit_on_a_screen(files: list[str]) -> None:
     found = set()
     for file in (each for each in files if re.match(r"(export|model|optimize)/.*\.py$", each)):
