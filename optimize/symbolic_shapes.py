@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache, partial, reduce
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -174,6 +175,11 @@ def _inference() -> Any:
     of the two may be 1. The sum's size has the names of both."""
     original = _module()
 
+    def whole(size: Any) -> Any:
+        """Makes numbers such as 2.0 integers."""
+        numbers = [each for each in size.atoms(sympy.Float) if float(each).is_integer()]
+        return size.xreplace({each: sympy.Integer(each) for each in numbers})
+
     class Inference(original.SymbolicShapeInference):  # type: ignore[name-defined]  # of a module without types
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
@@ -193,6 +199,12 @@ def _inference() -> Any:
             if not self.auto_merge_:
                 for op_type, infer in self.dispatcher_.items():
                     self.dispatcher_[op_type] = partial(self._name_unknown, infer)
+
+        def _infer_Resize(self, node: onnx.NodeProto) -> None:
+            """Infers Resize: to simplify nested sizes takes a minute, and whole factors are enough."""
+            original.sympy = SimpleNamespace(**{**vars(sympy), "simplify": whole})
+            super()._infer_Resize(node)
+            original.sympy = sympy
 
         def _name_unknown(self, infer: Callable[[Any], None], node: onnx.NodeProto) -> None:
             """Names each size that is not found: at one without a name the inference would end."""

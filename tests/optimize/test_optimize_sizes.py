@@ -407,3 +407,12 @@ def test_features_of_a_row(tmp_path: Path) -> None:
     proto.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
     report, _ = optimized(proto, tmp_path)
     assert report.fused
+
+
+def test_sizes_of_resized_images() -> None:
+    text = """(float[B, C, H, W] x) => (float[B, C, I, J] y) {
+        r = Resize (x, , scales) y = Neg (r) }"""
+    model = ir.from_proto(parsed(text, scales=np.array([1, 1, 2, 0.5], np.float32)))
+    infer_types(model)
+    infer_shapes(model)
+    assert [str(dim) for dim in model.graph[0].outputs[0].shape or ()] == ["B", "C", "2*H", "floor(0.5*W)"]
