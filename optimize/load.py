@@ -46,6 +46,8 @@ def load(path: Path, held: Held = MappingProxyType({})) -> ir.Model:
     _check_initializers(path, proto)
     for node in model.graph.all_nodes():
         node.device_configurations = ()  # ONNX Runtime does not read them
+        for value in node.outputs if node.domain == "com.microsoft.nchwc" else ():
+            value.type = value.type or ir.TensorType(ir.DataType.FLOAT)  # its only one; no inference has it
     name_standard_domain(model)
     for domain in {node.domain for node in model.graph.all_nodes()} - model.graph.opset_imports.keys():
         known = [each.since_version for each in onnx.defs.get_all_schemas() if each.domain == domain]

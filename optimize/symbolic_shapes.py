@@ -4,7 +4,7 @@ onnx's own inference does not, also with `data_prop`. With it alone, the rewrite
 of the TorchScript exporter with open lengths, which compute shapes from sums and products of sizes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial, reduce
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -119,6 +119,21 @@ def _infer_split(inference: Any, infer: Callable[[Any], None], node: onnx.NodePr
             inference.sympy_data_[name], sizes = sizes[:count], sizes[count:]
 
 
+def _infer_resize(inference: Any, module: Any, node: onnx.NodeProto) -> None:
+    """Infers Resize: to simplify nested sizes takes a minute, and whole factors are enough."""
+    sympy = module.sympy
+
+    def whole(size: Any) -> Any:
+        numbers = [each for each in size.atoms(sympy.Float) if float(each).is_integer()]
+        return size.xreplace({each: sympy.Integer(each) for each in numbers})
+
+    module.sympy = SimpleNamespace(**{**vars(sympy), "simplify": whole})
+    try:
+        inference._infer_Resize(node)
+    finally:
+        module.sympy = sympy
+
+
 def _infer_slice(inference: Any, module: Any, node: onnx.NodeProto) -> None:
     """Infers Slice: an end that may lie before the last row or not is not taken for the latter."""
     inference._infer_Slice(node)
@@ -159,6 +174,12 @@ def _infer_state(inference: Any, node: onnx.NodeProto) -> None:
             inference.known_vi_[node.output[index]].CopyFrom(info)
 
 
+_INFER: Mapping[str, Callable[[Any, onnx.NodeProto], None]] = {
+    "CausalConvWithState": _infer_state, "FusedMatMul": _infer_fused_matmul,
+    "GatherBlockQuantized": _infer_quantised_rows, "LinearAttention": _infer_state,
+}  # fmt: skip
+
+
 def _module() -> Any:
     """Returns ONNX Runtime's module of the inference. Its package imports torch where that is installed."""
     name = "onnxruntime.tools.symbolic_shape_infer"
@@ -175,22 +196,16 @@ def _inference() -> Any:
     of the two may be 1. The sum's size has the names of both."""
     original = _module()
 
-    def whole(size: Any) -> Any:
-        """Makes numbers such as 2.0 integers."""
-        numbers = [each for each in size.atoms(sympy.Float) if float(each).is_integer()]
-        return size.xreplace({each: sympy.Integer(each) for each in numbers})
-
     class Inference(original.SymbolicShapeInference):  # type: ignore[name-defined]  # of a module without types
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             for op_type in _BROADCASTS:
                 self.dispatcher_[op_type] = partial(self._broadcast, self.dispatcher_.get(op_type))
-            self.dispatcher_["GatherBlockQuantized"] = partial(_infer_quantised_rows, self)
-            self.dispatcher_["FusedMatMul"] = partial(_infer_fused_matmul, self)
+            for op_type, infer in _INFER.items():
+                self.dispatcher_[op_type] = partial(infer, self)
+            self.dispatcher_["Resize"] = partial(_infer_resize, self, original)
             self.dispatcher_["Slice"] = partial(_infer_slice, self, original)
             self.dispatcher_["Split"] = partial(_infer_split, self, self._infer_Split)
-            for op_type in ("CausalConvWithState", "LinearAttention"):
-                self.dispatcher_[op_type] = partial(_infer_state, self)
             for op_type in ("GatedRMSNorm", "QMoE"):
                 self.dispatcher_[op_type] = self._pass_on_shape_and_type
             del self.dispatcher_["ArrayFeatureExtractor"]  # of a row, the result has one row
@@ -199,12 +214,6 @@ def _inference() -> Any:
             if not self.auto_merge_:
                 for op_type, infer in self.dispatcher_.items():
                     self.dispatcher_[op_type] = partial(self._name_unknown, infer)
-
-        def _infer_Resize(self, node: onnx.NodeProto) -> None:
-            """Infers Resize: to simplify nested sizes takes a minute, and whole factors are enough."""
-            original.sympy = SimpleNamespace(**{**vars(sympy), "simplify": whole})
-            super()._infer_Resize(node)
-            original.sympy = sympy
 
         def _name_unknown(self, infer: Callable[[Any], None], node: onnx.NodeProto) -> None:
             """Names each size that is not found: at one without a name the inference would end."""
