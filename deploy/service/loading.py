@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+from onnx.external_data_helper import uses_external_data
 
 from twinop.errors import LibraryError, TwinopError
 from twinop.installation import version_numbers
@@ -24,7 +25,7 @@ from ..check_nodes import require_fit
 from ..choose_library import allow, choose_libraries
 from ..create_session import PROVIDERS, Choice, choose_providers, open_session
 from ..cuda import CUDA, has_gpu
-from ..custom_nodes import Model, load_model
+from ..custom_nodes import Model, load_model, tensors
 from ..errors import ModelError, ProviderError, RunError
 from ..inference_session import Session
 from ..registration import SealedLibrary
@@ -70,12 +71,13 @@ def load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) 
 def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings) -> LoadedModel:
     import onnxruntime
 
-    if version_numbers(onnxruntime.__version__) < _STAYS_INSIDE:
-        raise ProviderError(
-            f"onnxruntime {onnxruntime.__version__} follows links out of a model's folder: install 1.27 or "
-            "newer"
-        )
     model = load_model(where.path, confined=True)
+    is_old = version_numbers(onnxruntime.__version__) < _STAYS_INSIDE
+    if is_old and any(map(uses_external_data, tensors(model.proto))):
+        raise ProviderError(
+            f"{where.path} has external data, and onnxruntime {onnxruntime.__version__} follows links out of "
+            "a model's folder: install 1.27 or newer"
+        )
     libraries = libraries_for(model, where, settings, server)
     choice, sessions = _open(model, libraries, settings)
     first = sessions[0]

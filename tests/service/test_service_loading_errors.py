@@ -60,9 +60,11 @@ def test_a_link_that_comes_after_the_check(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(loading, "libraries_for", changed)
     with pytest.raises(TwinopError, match="ONNX Runtime refuses it: .*escapes model directory"):
         load(place, ModelSettings(provider="cpu"), ServerSettings())
+    monkeypatch.undo()
     monkeypatch.setattr(onnxruntime, "__version__", "1.26.0")
     with pytest.raises(ProviderError, match="1.26.0 follows links out of a model's folder: install 1.27"):
-        load(place, ModelSettings(provider="cpu"), ServerSettings())
+        load(external(tmp_path / "old")[0], ModelSettings(provider="cpu"), ServerSettings())
+    load(where(tmp_path / "one file", service_models.relu()), ModelSettings(provider="cpu"), ServerSettings())
 
 
 @pytest.mark.parametrize("kind", ["constant", "subgraph", "function", "attribute of a function", "sparse"])
