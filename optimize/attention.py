@@ -9,12 +9,14 @@ mask is `attention_bias` [1 or B, 1 or H, S, T]. A causal mask becomes `unidirec
 the right, if that was promised (`masks.py`), becomes the length of each sequence. Where attention is causal,
 it goes: no token sees the padding, and with lengths ONNX Runtime refuses more than 1,024 tokens unless cuDNN
 runs. A `key_padding_mask` [B, T] and packed inputs are never written, because their kernels are slow.
-Attention on [..., S, D] without a mask, such as Hiera's windows, becomes sequences of one head.
+Attention on [..., S, D], such as Hiera's windows, becomes sequences of one head; a mask has the shape of the
+scores, as SAM's positions have.
 Leaves alone: scores that are capped or whose softmax is returned, an unknown number of heads, other ranks,
 keys or values of a cache, quantised probabilities, which the node would not round.
 """
 
 import math
+from functools import reduce
 from math import inf
 
 import onnx_ir as ir
@@ -148,16 +150,20 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
 
 
 def _fuse_windows(rewrite: Attention, scores: Scores, matmul: ir.Node) -> None:
-    """Replaces attention on [..., S, D] without a mask, such as windows [B, H, W, S, D]: each element of the
-    dimensions before S becomes a sequence with one head, so nothing is transposed."""
+    """Replaces attention on [..., S, D] without a mask or with [..., S, T], such as windows [B, H, W, S, D]:
+    each element of the dimensions before S becomes a sequence with one head, so nothing is transposed."""
     q, on_q = unscaled(scores.matmul.inputs[0])
     turned, on_k = unscaled(scores.matmul.inputs[1])
     transpose, v = g.producer(turned, "Transpose"), matmul.inputs[1]
     k = transpose.inputs[0] if transpose is not None else None
     shapes = [g.dims(each) or [] for each in (q, k, v)]
     rank = len(shapes[0])
-    if scores.masks or rank < 3 or any(len(shape) != rank for shape in shapes):
+    if rank < 3 or any(len(shape) != rank for shape in shapes):
         raise g.Skipped("scores that are not [B, H, S, T]")
+    if any(not g.same_dims(g.dims(mask), g.dims(scores.matmul.outputs[0])) for mask in scores.masks):
+        raise g.Skipped("a mask of windows that broadcasts")
+    if scores.masks and g.producer(matmul.inputs[0], "Softmax") is None:
+        raise g.Skipped("a guard against rows of NaN in windows")
     assert transpose is not None and k is not None and v is not None
     _refuse_cache(q, k, v)
     *outer, rows, size = shapes[0]
@@ -173,7 +179,13 @@ def _fuse_windows(rewrite: Attention, scores: Scores, matmul: ir.Node) -> None:
     if not is_known or known > (_MAX_BATCH >> 6 if named else _MAX_BATCH):
         raise g.Skipped("windows of an unknown number or size")
     pairs = zip((q, k, v), sizes, strict=True)
-    inputs = [each if rank == 3 else g.reshape(matmul, each, [-1, *last]) for each, last in pairs]
+    inputs: list[ir.Value | None] = [
+        each if rank == 3 else g.reshape(matmul, each, [-1, *last]) for each, last in pairs
+    ]
+    if scores.masks:
+        bias = reduce(lambda a, b: g.add(matmul, "Add", [a, b]), scores.masks)
+        whole = [-1, 1, *sizes[0][:1], *sizes[1][:1]]
+        inputs += [None, None, g.reshape(matmul, bias, whole, [None, *whole[1:]])]
     attributes = {"num_heads": 1, "scale": scores.scale * on_q * on_k}
     shape = [*outer, rows, shapes[2][-1]]
     like = [None, *shape[-2:]]

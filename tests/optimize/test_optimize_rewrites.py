@@ -402,18 +402,23 @@ def test_images_that_older_opsets_enlarge(op: str, opset: int, dtype: str | None
     assert report.fused == {"linear": 1}
 
 
+_HIDDEN = "c = Greater (m, scale) t = Where (c, s, low) p = Softmax (t)"
+
+
+@pytest.mark.parametrize("probabilities", ["p = Softmax (s)", "t = Add (s, m) p = Softmax (t)", _HIDDEN])
 @pytest.mark.parametrize("outer", ["B, 2, 3", "2, 2, 3", "12", "B"])
-def test_attention_of_windows(outer: str, tmp_path: Path) -> None:
-    """Hiera's windows are [B, H, W, S, D]; ViTDet and others join batch and heads."""
+def test_attention_of_windows(outer: str, probabilities: str, tmp_path: Path) -> None:
+    """Hiera's windows are [B, H, W, S, D]; ViTDet and SAM join batch and heads; SAM adds a bias."""
     axes = [*range(outer.count(",") + 1)]
     perm = [*axes, len(axes) + 1, len(axes)]
-    text = f"""(float[{outer}, 6, 8] q, float[{outer}, 4, 8] k, float[{outer}, 4, 5] v)
-        => (float[{outer}, 6, 5] y) {{ r = Mul (q, scale) a = Abs (k) kh = Transpose <perm={perm}> (a)
-        s = MatMul (r, kh) p = Softmax (s) y = MatMul (p, v) }}"""
+    text = f"""(float[{outer}, 6, 8] q, float[{outer}, 4, 8] k, float[{outer}, 4, 5] v,
+        float[{outer}, 6, 4] m) => (float[{outer}, 6, 5] y) {{
+        r = Mul (q, scale) a = Abs (k) kh = Transpose <perm={perm}> (a)
+        s = MatMul (r, kh) {probabilities} y = MatMul (p, v) }}"""
     report, model = optimized(parsed(text, **SHAPES), tmp_path)
     assert report.fused == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Transpose")
     sizes = tuple(3 if size == "B" else int(size) for size in outer.split(", "))
-    assert_same(tmp_path, q=(*sizes, 6, 8), k=(*sizes, 4, 8), v=(*sizes, 4, 5))
+    assert_same(tmp_path, q=(*sizes, 6, 8), k=(*sizes, 4, 8), v=(*sizes, 4, 5), m=(*sizes, 6, 4))
 
 
 @pytest.mark.parametrize("outer", ["B, C", "2, 40000", "B, 2000"])
