@@ -1,6 +1,6 @@
 """Walks from the softmax of an attention back to the matmul of q and k."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
@@ -47,7 +47,7 @@ def known_of(mask: ir.Value) -> KnownMask:
 def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
     """Walks from a softmax back to the matmul of q and k. Nodes for masks are inserted before `after`, none
     before the softmax itself. Skipped: there is no such matmul, or something unknown before the softmax."""
-    value, found_scale, masks = softmax.inputs[0], 1.0, list[ir.Value]()
+    value, found_scale, masks, floor = softmax.inputs[0], 1.0, list[ir.Value](), -inf
     while True:
         node = value.producer() if value is not None else None
         if node is None or node.domain:
@@ -55,7 +55,9 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
         if node.op_type == "MatMul":
             if any(map(g.is_constant, node.inputs)):
                 raise g.Skipped("no matmul of q and k")
-            return Scores(node, found_scale, masks)
+            if floor > -inf and len(masks) > 1:
+                raise g.Skipped("a bound of scores with several masks")
+            return Scores(node, found_scale, [_bounded(mask, floor, after) for mask in masks])
         if node.op_type in ("Mul", "Div") and (factor := _factor(node)) is not None:
             found_scale *= factor[1]
             value = factor[0]
@@ -67,6 +69,8 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
                 raise g.Skipped("no matmul of q and k")
             times = found_scale if node.op_type == "Add" else -found_scale
             value, masks = _unzeroed(node, sides[0]), [*masks, _scaled(mask, times, after)]
+        elif node.op_type == "Max" and not masks and found_scale > 0 and (bound := _bound(node)) is not None:
+            value, floor = bound[0], bound[1] * found_scale
         elif node.op_type == "Where" and found_scale > 0:
             value, mask = _mask_of_where(node, found_scale, after)
             masks = [*masks, mask]
@@ -124,6 +128,23 @@ def _scaled(mask: ir.Value, factor: float, before: ir.Node) -> ir.Value:
     if factor > 0:
         scaled.meta[KNOWN] = known_of(mask)
     return scaled
+
+
+def _bound(node: ir.Node) -> tuple[ir.Value, float] | None:
+    """Returns the scores and the number of Max(scores, number), which only hidden scores are below."""
+    for number, scores in zip(map(g.scalar, node.inputs), node.inputs[::-1], strict=True):
+        if number is not None and -inf < number <= _HIDDEN and len(node.inputs) == 2 and scores is not None:
+            return scores, number
+    return None
+
+
+def _bounded(mask: ir.Value, floor: float, before: ir.Node) -> ir.Value:
+    """Returns a mask whose numbers are not below one, if there is one. `masks_of` inserts no nodes."""
+    if floor == -inf or before.op_type == "Softmax":
+        return mask
+    bounded = g.add(before, "Max", [mask, g.scalar_constant(before, floor, mask)], shape=g.dims(mask))
+    bounded.meta[KNOWN] = replace(known_of(mask), is_finite=True)
+    return bounded
 
 
 def _mask_of_where(node: ir.Node, scale: float, before: ir.Node) -> tuple[ir.Value, ir.Value]:

@@ -242,6 +242,7 @@ HEADS = f"{QKV_OF} {{ {apart('qv')} {apart('k', perm=KT)} %s o = MatMul (p, vh) 
 SHAPES = {
     "apart": np.array([0, 0, 2, 4]), "joined": np.array([0, 0, 8]), "scale": np.array(0.3, np.float32),
     "low": np.array(-1e9, np.float32), "low16": np.array(-65504, np.float32),
+    "lowest": np.array(np.finfo(np.float32).min),
 }  # fmt: skip
 SCORES = {
     "plain": ("", "s = MatMul (qh, kh) p = Softmax (s)"),
@@ -265,6 +266,10 @@ SCORES = {
     "chosen mask, then scaled": (
         ", bool[B, 1, S, T] m",
         "s = MatMul (qh, kh) t = Where (m, s, low) r = Mul (t, scale) p = Softmax (r)",
+    ),
+    "bounded, as OPT's": (
+        ", float[B, 1, S, T] m",
+        "s = MatMul (qh, kh) t = Add (s, m) r = Max (t, lowest) p = Softmax (r)",
     ),
     "chosen mask": (", bool[B, 1, S, T] m", "s = MatMul (qh, kh) t = Where (m, s, low) p = Softmax (t)"),
     "of fp16 (MPT)": (", bool[B, 1, S, T] m", "s = MatMul (qh, kh) t = Where (m, s, low16) p = Softmax (t)"),
