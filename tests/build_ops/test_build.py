@@ -80,7 +80,7 @@ def test_only_what_changed_is_compiled(times: Built, tmp_path: Path) -> None:
 
 
 def test_what_ninja_does_not_see_is_compiled_again(tmp_path: Path) -> None:
-    """A damaged build tree; an older file in the place of a newer one: ninja looks at times."""
+    """A damaged build tree; an older file in the place of a newer one: ninja looks at times; a copy."""
     header, output = tmp_path / "times.h", tmp_path / "build/libtimes.so"
     header.write_text(tiny(factor="4"))
     build(find_project([header]), output, CPU)
@@ -90,6 +90,9 @@ def test_what_ninja_does_not_see_is_compiled_again(tmp_path: Path) -> None:
     header.write_text(tiny(factor="5"))
     os.utime(header, (1, 1))
     assert "compiling times.h" in build(find_project([header]), output, CPU).compiled
+    copy = shutil.copytree(tmp_path, tmp_path / "copy")
+    copied = build(find_project([copy / "times.h"]), copy / "build/libtimes.so", CPU)
+    assert "compiling times.h" in copied.compiled
 
 
 def test_the_command_in_a_pipe(times: Built, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def compile_library(
     the sources do not compile.
     """
     lines = [
-        *_settings(options, nvcc_path() if cuda and not options.cpu else None),
+        *_settings(tree, options, nvcc_path() if cuda and not options.cpu else None),
         f"find_package(twinop REQUIRED NO_DEFAULT_PATH PATHS {_quoted(get_cmake_dir())})",
         f"twinop_add_library({project.name} DOMAIN {project.domain} DOMAIN_VERSION {project.domain_version}",
         *(["NO_TABLE"] if project.modules else []),
@@ -89,8 +89,9 @@ def _quoted(path: str | Path) -> str:
     return f"[==[{path}]==]"
 
 
-def _settings(options: Options, nvcc: str | None) -> list[str]:
-    """Returns the first lines of a CMakeLists.txt. The very first says which tools these are."""
+def _settings(tree: Path, options: Options, nvcc: str | None) -> list[str]:
+    """Returns the first lines of a CMakeLists.txt. The very first says which tools these are, and the folder,
+    as CMake would build a copied one in its old place."""
     launcher, command = compiler_command()
     variables = [os.environ.get(name) for name in _VARIABLES]
     tools = identity([*command, find_tool("cmake"), find_tool("ninja"), *filter(None, [nvcc])])
@@ -100,7 +101,7 @@ def _settings(options: Options, nvcc: str | None) -> list[str]:
     ]
     launcher = launcher or [*filter(None, [shutil.which("ccache")])]
     return [
-        f"# {json.dumps([platform.node(), variables, tools])}",
+        f"# {json.dumps([platform.node(), str(tree.absolute()), variables, tools])}",
         "cmake_minimum_required(VERSION 3.25)",
         *(f"set(CMAKE_{language}_COMPILER_LAUNCHER {' '.join(launcher)})" for language in ("CXX", "CUDA")),
         f"set(ENV{{CXX}} {_quoted(shlex.join(command))})",
