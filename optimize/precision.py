@@ -145,6 +145,7 @@ def _converted(
             casts[value, dtype] = g.initializer(before.graph, tensor, f"{value.name}_{dtype.name.lower()}")
         else:
             casts[value, dtype] = g.add(before, "Cast", [value], {"to": dtype})
+            dtypes[casts[value, dtype]] = dtype  # in the place of a border, others read it
     return casts[value, dtype]
 
 

@@ -416,3 +416,12 @@ def test_a_file_of_all_optimizations_of_onnxruntime(tmp_path: Path) -> None:
     options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "given.onnx"), 3
     ort.InferenceSession(tmp_path / "plain.onnx", options, providers=["CPUExecutionProvider"])
     optimized(tmp_path / "given.onnx", tmp_path, dtype="float16")
+
+
+def test_an_input_that_is_rounded_and_read_in_fp32(tmp_path: Path) -> None:
+    """As in a file in 16 bits that ONNX Runtime's optimizer has written for the CPU."""
+    text = """(float[N, 2, 4] x) => (float[N, 3] y) { h = Cast <to=10> (x) f = Flatten (h) a = Cast <to=1> (f)
+        v = Cast <to=1> (w) m = MatMul (a, v) y = LayerNormalization (m, s) }"""
+    proto = parsed(text, w=weights(8, 3).astype(np.float16), s=weights(3))
+    report, _ = optimized(proto, tmp_path)
+    assert report.fused
