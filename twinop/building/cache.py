@@ -54,7 +54,7 @@ def writing(what: Path, cure: str = "name another file with -o") -> Iterator[Non
     except OSError as error:
         if cache_folder() in (what, *what.parents):
             cure = "set TWINOP_CACHE to a folder on another disk"
-        raise BuildError(f"{what}: cannot be written: {error.strerror}. Mend that, or {cure}") from error
+        raise BuildError(f"{what}: cannot be written: {error.strerror}. Fix that, or {cure}") from error
 
 
 def make_folder(folder: Path) -> None:
