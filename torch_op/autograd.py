@@ -1,14 +1,17 @@
 """Autograd of an op from its derivative formulas (formulas.py)."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.compiler.config
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from twinop.errors import RecordError
+from twinop.libraries.declare import DERIVATIVES, SECOND_DERIVATIVES
 from twinop.record.op_spec import DOMAIN, OpSpec
 
 from .arguments import bind, completion_of, numbers_as_tensors, signature_of, tensors_of
@@ -24,6 +27,7 @@ def make_function(
     If a torch.func transform is active, the function calls `torch.autograd.Function` itself, because
     transforms do not see through the Autograd kernel of a dispatcher op.
     """
+    _tell_caches(record)
     signature = signature_of(record)
     formulas = Formulas(record, functions)
     names = list(signature.parameters)
@@ -114,6 +118,24 @@ def make_function(
     function.__doc__ = f"{record.domain}::{record.schema}\n\n{' '.join(_help(record))}"
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function, kernel, OpFunction
+
+
+_told: set[str] = set()
+_tag = ""
+
+
+def _tell_caches(record: OpSpec) -> None:
+    """Adds an op's meaning to the key of torch.compile's caches on disk: their graphs have its derivative,
+    and would have the old one after the op was built with another."""
+    global _tag
+    functions = [DERIVATIVES.get(record.key), SECOND_DERIVATIVES.get(record.key)]
+    codes = [code for each in functions if (code := getattr(each, "__code__", None))]
+    parts = [(c.co_code, c.co_names, [v for v in c.co_consts if not hasattr(v, "co_code")]) for c in codes]
+    _told.add(repr((record, parts)))
+    digest = hashlib.sha256("".join(sorted(_told)).encode()).hexdigest()[:16]
+    config: Any = torch.compiler.config
+    before, _tag = config.cache_key_tag.removesuffix(_tag), f" twinop {digest}"
+    config.cache_key_tag = before + _tag
 
 
 def _help(record: OpSpec) -> Iterator[str]:

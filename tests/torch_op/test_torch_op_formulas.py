@@ -20,6 +20,8 @@ from twinop.libraries.declare import SECOND_DERIVATIVES
 from twinop.libraries.library import find_library
 from twinop.record.op_spec import Gradient, OpSpec
 from twinop.record.record_checks import check_formulas
+from twinop.record.schema_text import record_of
+from twinop.torch_op import autograd
 from twinop.torch_op.formulas import Formulas
 
 ops = torch.ops.custom_domain
@@ -136,3 +138,20 @@ def test_third_derivatives(name: str) -> None:
         return torch.autograd.grad(loss, x, create_graph=True)[0]
 
     assert torch.autograd.gradgradcheck(first, torch.randn(3, 4, dtype=torch.float64, requires_grad=True))
+
+
+def test_caches_of_compiled_graphs_go_by_the_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their graphs have it: after a build with another formula torch.compile took the old one."""
+    config: Any = torch.compiler.config
+    assert autograd._tag  # of twinop's own ops
+    monkeypatch.setattr(autograd, "_tag", autograd._tag)
+    monkeypatch.setattr(config, "cache_key_tag", "mine" + config.cache_key_tag)
+    tags = []
+    for gradient in ("x = grad", "x = grad * 2", "x = grad"):
+        monkeypatch.setattr(autograd, "_told", set[str]())
+        monkeypatch.setitem(SECOND_DERIVATIVES, "tags::f_backward", lambda x: x)
+        for name, text in (("f", gradient), ("f_backward", "")):
+            autograd._tell_caches(record_of(f"{name}(Tensor x) -> Tensor", "tags", gradient=text))
+        tags.append(config.cache_key_tag)
+    assert tags[0] == tags[2] != tags[1]
+    assert all(re.fullmatch("mine twinop [0-9a-f]{16}", tag) for tag in tags)
