@@ -73,7 +73,7 @@ def compare(case: Case, found: Sequence[Any], what: str, notes: list[str]) -> Pa
         for name in ("dtype", "shape"):
             if getattr(reference, name) != getattr(value, name):
                 raise ExportError(
-                    f"{what}, output {index}{where}: {name} {getattr(value, name)}, torch "
+                    f"{what} gives output {index}{where} the {name} {getattr(value, name)}, torch "
                     f"{getattr(reference, name)}"
                 )
         if not error <= limit:
