@@ -23,9 +23,10 @@ enum OpKind : unsigned {
   kTwoRows16 = 16,  // two rows that are both needed to the end
   kOneRow32 = 32,   // one row of float32, or a sum of two
   kTwoRows32 = 64,
-  kSums = 128,  // two rows and column sums, of a 16-bit type or float32
+  kSums = 128,   // two rows and column sums, of a 16-bit type or float32
+  kMap16 = 256,  // kPlain16 without reductions but that of quantising
 
-  kAnyWidth = 256,  // with one of the others: only ops whose functor has kAnyWidth
+  kAnyWidth = 512,  // with one of the others: only ops whose functor has kAnyWidth
 
   kRows16 = kNorm16 | kMixed16 | kPlain16 | kFused16 | kTwoRows16,
   kRows32 = kOneRow32 | kTwoRows32,
@@ -81,7 +82,7 @@ inline constexpr ResidentChoice kResidentChoices[] = {
     {kRows16 | kRows32,             32, kAnyRows, kAligned,        32, 1, 1, Tuning::kThroughput},
     {kNorm16 | kOneRow32,          128,      512, kAligned,        32, 4, 1, Tuning::kLatency},
     {kTwoRows16,                   128, kAnyRows, kVectorOrder,    32, 4, 1, Tuning::kRaw16},
-    {kNorm16 | kPlain16,           128, kAnyRows, kVectorOrder,    32, 4, 1, Tuning::kThroughput},
+    {kNorm16 | kPlain16 | kMap16,  128, kAnyRows, kVectorOrder,    32, 4, 1, Tuning::kThroughput},
     {kRows32,                      128, kAnyRows, kEveryAccess,    32, 4, 1, Tuning::kThroughput},
     {kSums,                         64, kAnyRows, kVectorOrder,    32, 2, 1, Tuning::kThroughput},
 
@@ -91,8 +92,8 @@ inline constexpr ResidentChoice kResidentChoices[] = {
     {kNorm16,                     2048,      132, kAligned,         0, 4, 1, Tuning::kLatency},
     {kNorm16,                     2048, kAnyRows, kAligned,         0, 8, 2, Tuning::kRaw16},
     {kMixed16,                    2048, kAnyRows, kAligned,         0, 4, 2, Tuning::kRaw16},
-    {kPlain16 | kFused16,         2048, kAnyRows, kAligned,         0, 4, 2, Tuning::kThroughput},
-    {kPlain16,                    2048, kAnyRows, kMisaligned,      0, 4, 2, Tuning::kRaw16},
+    {kFused16 | kMap16,           2048, kAnyRows, kAligned,         0, 4, 2, Tuning::kThroughput},
+    {kPlain16,                    2048, kAnyRows, kVectorOrder,     0, 4, 2, Tuning::kRaw16},
     {kTwoRows16,                  2048, kAnyRows, kAligned,         0, 4, 2, Tuning::kRaw16},
     {kTwoRows16,                  2048, kAnyRows, kMisaligned,      0, 2, 1, Tuning::kRaw16},
     {kRows32,                     4096, kAnyRows, kInterleaved,     0, 4, 1, Tuning::kThroughput},

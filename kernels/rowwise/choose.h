@@ -33,7 +33,8 @@ struct OpTraits {
     if (sums) return kSums;
     if (bytes == 4) return IsOneRow() ? kOneRow32 : kTwoRows32;
     if (rows == 2) return fuses ? kFused16 : kTwoRows16;
-    return columns == 0 ? kPlain16 : column_bytes > bytes ? kMixed16 : kNorm16;
+    if (columns == 0) return quantises ? kMap16 : kPlain16;
+    return column_bytes > bytes ? kMixed16 : kNorm16;
   }
   // How many totals a thread of a block keeps, or as many threads with half its vectors.
   constexpr int Totals() const { return bytes == 2 && !sums ? 2 : 1; }
