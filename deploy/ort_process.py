@@ -217,6 +217,6 @@ def _answer(pipe: Any, call: Any) -> None:
         try:
             for item in function(*arguments):
                 send("item", item)
-        except TwinopError as error:
+        except (TwinopError, ModuleNotFoundError) as error:
             last = ("error", error)
     send(*last, [str(each.message) for each in caught if issubclass(each.category, TwinopWarning)])

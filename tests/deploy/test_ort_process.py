@@ -61,6 +61,11 @@ def refusing() -> Iterator[int]:
     raise RecordSyntaxError("no")
 
 
+def importing() -> Iterator[int]:
+    raise ModuleNotFoundError("No module named 'orjson'", name="orjson")
+    yield
+
+
 def crashing_in_an_answer(length: int) -> Iterator[bytes]:
     yield b"x"
     number = next(n for n in map(int, os.listdir("/proc/self/fd")) if n > 2 and _is_pipe_for_writing(n))
@@ -173,6 +178,13 @@ def test_warnings_and_errors_come_back(server: ort_process.Server) -> None:
         server.run(warning)
     with pytest.raises(TwinopError, match="no"):
         server.run(refusing)
+
+
+def test_a_missing_package_is_named(server: ort_process.Server) -> None:
+    """`twinop check` without twinop[serve] said that ONNX Runtime crashes on the model."""
+    with pytest.raises(ModuleNotFoundError) as raised:
+        list(server.run(importing))
+    assert raised.value.name == "orjson"  # the command says how to install it
 
 
 def test_cases_that_must_not_run_may_hang(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_cmake_project_of_its_own(route: str, small_wheel: Path, tmp_path: Pat
     with zipfile.ZipFile(small_wheel) as archive:
         archive.extractall(installed)
     lines = {
-        "find_package": "find_package(twinop 0.2 REQUIRED)",
+        "find_package": f"find_package(twinop {__version__[:3]} REQUIRED)",
         "add_subdirectory": f'add_subdirectory("{ROOT}" twinop EXCLUDE_FROM_ALL)',
     }
     project = tmp_path / "cube"
