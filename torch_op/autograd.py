@@ -131,7 +131,7 @@ def _tell_caches(record: OpSpec) -> None:
     functions = [DERIVATIVES.get(record.key), SECOND_DERIVATIVES.get(record.key)]
     codes = [code for each in functions if (code := getattr(each, "__code__", None))]
     parts = [(c.co_code, c.co_names, [v for v in c.co_consts if not hasattr(v, "co_code")]) for c in codes]
-    _told.add(repr((record, parts)))
+    _told.add(hashlib.sha256(repr((record, parts)).encode()).hexdigest())
     digest = hashlib.sha256("".join(sorted(_told)).encode()).hexdigest()[:16]
     config: Any = torch.compiler.config
     # It has no value where somebody has deleted theirs, as pytest's monkeypatch does.
