@@ -1,4 +1,4 @@
-"""A server whose runs, loads or decoding wait while a file exists."""
+"""A server whose runs or loads wait while a file exists."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 _PROGRAM = """
 import json, os, sys, time
 from twinop.cli import app
-from twinop.deploy.service import codec_grpc, codec_rest, instance, repository, request
+from twinop.deploy.service import instance, repository
 
 def held(original, file):
     def call(*arguments):
@@ -18,17 +18,13 @@ def held(original, file):
     return call
 
 places = {"runs": ("run", instance.Instance), "loads": ("load", repository)}
-places["decodes"] = ("decode", codec_grpc, codec_rest)
 for what, file in json.loads(sys.argv[1]).items():
-    name, *owners = places[what]
-    for owner in owners:
-        setattr(owner, name, held(getattr(owner, name), file))
-    if what == "decodes":
-        request.LARGE = 0  # in threads
+    name, owner = places[what]
+    setattr(owner, name, held(getattr(owner, name), file))
 app(sys.argv[2:])
 """
 
 
 def held(**files: Path) -> tuple[str, ...]:
-    """Return the program of a server whose `runs`, `loads` or `decodes` wait while their file exists."""
+    """Return the program of a server whose `runs` or `loads` wait while their file exists."""
     return "-c", _PROGRAM, json.dumps({what: str(file) for what, file in files.items()})

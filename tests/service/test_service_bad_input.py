@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 import pytest
-import service_models as models
 from service_fixtures import Answer, Served, receive, tensor
 from service_rows import LIMIT, binary, message, refused
 from tritonclient.grpc import service_pb2 as pb
@@ -97,21 +96,12 @@ def test_unknown_version(served: Served, stub: Any, version: str) -> None:
     assert error.value.code() is CODES.NOT_FOUND
 
 
-def test_a_run_that_fails(served: Served) -> None:
-    answer = served.infer("gather", tensor("index", "INT64", [1], [models.GATHER_ROWS]))
-    assert answer.status in (400, 500) and "indices element out of data bounds" in answer.error
-    good = served.infer("gather", tensor("index", "INT64", [1], [0]))
-    assert good.json["outputs"][0]["data"] == [0, 1, 2, 3]
-
-
 def post(served: Served, body: bytes, model: str = "relu", **headers: str) -> Answer:
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     return served.ask("POST", f"/v2/models/{model}/infer", body, names)
 
 
 BODIES: dict[str, tuple[bytes, dict[str, str], int, str]] = {
-    "empty": (b"", {}, 400, "invalid JSON"),
-    "binary length too large": (b"{}", {"Inference_Header_Content_Length": "3"}, 400, "the body has 2 bytes"),
     "compressed": (b"{}", {"Content_Encoding": "gzip"}, 415, "encoding 'gzip': send the body as it is"),
     "too large": (bytes(LIMIT + 1), {"Inference_Header_Content_Length": "2"}, 413, "(max_request_bytes)"),
 }
@@ -230,24 +220,12 @@ def test_binary_tensors_may_be_larger_than_json(served: Served) -> None:
     assert answer.status == 200 and answer.content.endswith(x.tobytes())
 
 
-def numbers() -> bytes:
-    data = [0.25] * (JSON_LIMIT // 5 // 4 * 4 - 400)
-    return json.dumps(
-        {"inputs": [GOOD | {"shape": [len(data) // 4, 4], "data": data}]}, separators=(",", ":")
-    ).encode()
-
-
-def tensors() -> bytes:
-    return b'{"inputs":[%b{}]}' % (b'{"name":"x"},' * (JSON_LIMIT // 13 - 2))
-
-
-@pytest.mark.parametrize(("body", "status"), [(numbers, 200), (tensors, 400)], ids=["numbers", "tensors"])
-def test_others_are_answered_beside_large_json(served: Served, body: Any, status: int) -> None:
-    content = body()
+def test_others_are_answered_beside_large_json(served: Served) -> None:
+    content = b'{"inputs":[%b{}]}' % (b'{"name":"x"},' * (JSON_LIMIT // 13 - 2))
     assert JSON_LIMIT * 0.9 < len(content) <= JSON_LIMIT
     answers: list[Answer] = []
     assert is_answered_during(served, lambda: answers.append(post(served, content)))
-    assert {answer.status for answer in answers} == {status}
+    assert {answer.status for answer in answers} == {400}
 
 
 def test_json_answers_have_the_same_limit(served: Served) -> None:
@@ -309,7 +287,7 @@ def is_answered_during(served: Served, send: Callable[[], None]) -> bool:
     return False
 
 
-def test_more_memory_than_there_is(served: Served, stub: Any) -> None:
+def test_more_memory_than_there_is(served: Served) -> None:
     """A small request for 2 ** 45 numbers."""
     x = tensor("x", "FP32", [1], [1])
     good = served.infer("expand", x, tensor("shape", "INT64", [2], [3, 2]))
@@ -317,10 +295,3 @@ def test_more_memory_than_there_is(served: Served, stub: Any) -> None:
     answer = served.infer("expand", x, tensor("shape", "INT64", [1], [1 << 45]))
     assert answer.status == 503 and "not enough memory for this request" in answer.error
     assert served.infer("expand", x, tensor("shape", "INT64", [2], [3, 2])).json == good.json
-    request = pb.ModelInferRequest(model_name="expand")
-    request.inputs.add(name="x", datatype="FP32", shape=[1]).contents.fp32_contents.append(1)
-    shape = request.inputs.add(name="shape", datatype="INT64", shape=[1]).contents.int64_contents
-    shape.append(1 << 45)
-    assert refused(stub, request) == (CODES.RESOURCE_EXHAUSTED, answer.error)
-    shape[0] = 6
-    assert list(stub.ModelInfer(request, timeout=60).outputs[0].contents.fp32_contents) == [1] * 6

@@ -149,22 +149,6 @@ def test_out_of_memory(text: str) -> None:
 
 
 @pytest.mark.cuda
-def test_names_in_a_model_do_not_end_a_server_with_a_gpu(tmp_path: Path) -> None:
-    model = models.make(
-        [node("Reshape", ["x", "shape"], ["y"], PROSE, domain="")],
-        [models.info("x", "FP32", ("N",)), models.info("shape", "INT64", (1,))],
-        [models.info("y", "FP32", ("M",))],
-    )
-    models.place(tmp_path, "m", model)
-    with serve(tmp_path, "--provider", "cuda") as served:
-        given = tensor("x", "FP32", [4], [0, 1, 2, 3])
-        for _ in range(3):
-            assert served.infer("m", given, tensor("shape", "INT64", [1], [3])).status in (400, 500)
-            assert served.infer("m", given, tensor("shape", "INT64", [1], [4])).status == 200
-        assert served.ask("GET", "/v2/health/live").status == 200
-
-
-@pytest.mark.cuda
 def test_an_assertion_on_the_gpu_ends_the_server(tmp_path: Path) -> None:
     place_stall(tmp_path)
     with serve(tmp_path, *TRUSTING, "--provider", "cuda") as served:

@@ -124,11 +124,6 @@ def test_each_output_comes_in_the_form_that_it_is_asked_for_in() -> None:
     assert [set(output) - common for output in answer["outputs"]] == [{"data"}, {"parameters"}]
 
 
-def test_an_answer_has_an_id_only_if_the_request_has_one() -> None:
-    content, _ = codec_rest.encode(result(np.ones(1)), codec_rest.decode(*rest_request({}), "m")[1])
-    assert "id" not in json.loads(content)
-
-
 def test_timeout_is_in_microseconds() -> None:
     now = time.monotonic()
     deadline = decode(*rest_request({}, parameters={"timeout": 2_000_000})).deadline
@@ -158,19 +153,13 @@ BAD_TENSORS = {
     "no shape": ({"datatype": "FP32", "data": []}, "inputs.0.shape: Field required"),
     "negative shape": (X | {"shape": [-1]}, r"shape \[-1\] must be a list of whole numbers >= 0"),
     "shape with a fraction": (X | {"shape": [2.0]}, r"shape \[2.0\] must be"),
-    "shape with a bool": (X | {"shape": [True, 2]}, r"shape \[True, 2\] must be"),
     "enormous shape": (X | {"shape": [2**40, 2**40]}, "is larger than any tensor can be"),
     "enormous shape without elements": (X | {"shape": [0, 2**60]}, "is larger than any tensor can be"),
     "large shape": (X | {"shape": [10**9]}, r"2 elements of data, but shape \[1000000000\] has 1000000000"),
     "many dimensions": (X | {"shape": [1] * 40}, "40 dimensions; a tensor has up to 32"),
     "data too long": (X | {"data": [1, 2, 3]}, r"3 elements of data, but shape \[2\] has 2"),
     "no data": ({"datatype": "FP32", "shape": [2]}, "input x needs either data or binary_data_size"),
-    "data is a number": (X | {"data": 1}, "data must be a list, not 1"),
     "ragged data": (X | {"shape": [2, 2], "data": [[1, 2], [3]]}, r"data is nested as \[2\], but its shape"),
-    "data nested otherwise": (
-        X | {"shape": [2, 3], "data": [[1, 2], [3, 4], [5, 6]]},
-        r"data is nested as \[3, 2\], but its shape is \[2, 3\]",
-    ),
     "data nested late": (X | {"data": [1, [2]]}, r"element 1 of data is \[2\]; FP32 takes numbers"),
     "null": (X | {"data": [1, None]}, "element 1 of data is null; FP32 takes numbers"),
     "bool for a number": (X | {"data": [True, 2]}, "element 0 of data is true; FP32 takes numbers"),
@@ -181,10 +170,8 @@ BAD_TENSORS = {
     "beyond 64 bits": (X | {"datatype": "INT64", "data": [2**64, 1]}, "element 0 of data is 1.8446744073"),
     "float too large": (X | {"datatype": "FP16", "data": [1, 70000]}, "element 1 is 70000, beyond the range"),
     "object for text": (X | {"datatype": "BYTES", "data": [{"b64": "!"}, "a"]}, 'is {"b64":"!"}; BYTES'),
-    "data and binary": (X | {"parameters": {"binary_data_size": 8}}, "input x needs either data or"),
     "binary size is text": (raw("8"), "inputs.0.parameters.binary_data_size: Input should be a valid"),
     "binary without the header": (raw(8), "Inference-Header-Content-Length is missing"),
-    "parameters is a list": (X | {"parameters": [1]}, "inputs.0.parameters: Input should be a valid"),
     "shared memory": (X | {"parameters": {"shared_memory_region": "r"}}, "input x: shared memory is not"),
 }
 
@@ -209,7 +196,6 @@ BAD_BODIES = {
     "input without a name": (b'{"inputs": [{}]}', "inputs.0.name: Field required"),
     "same input twice": (json.dumps({"inputs": [{"name": "x", **X}] * 2}).encode(), "input x is named twice"),
     "same output twice": (b'{"inputs": [], "outputs": [{"name": "y"}, {"name": "y"}]}', "y is named twice"),
-    "id is a number": (b'{"inputs": [], "id": 1}', "id: Input should be a valid string, not 1"),
     "negative timeout": (b'{"inputs": [], "parameters": {"timeout": -1}}', "whole number of microseconds"),
     "binary_data is a number": (
         b'{"inputs": [], "outputs": [{"name": "y", "parameters": {"binary_data": 1}}]}',

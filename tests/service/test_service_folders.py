@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import service_models
-from service_loads import loaded, refusal_of, where
+from service_loads import refusal_of
 from service_rows import scaled
 
 from twinop.deploy.custom_nodes import load_model
@@ -20,7 +20,6 @@ from twinop.deploy.service.folders import FolderError, scan
 from twinop.deploy.service.instance import without_paths
 from twinop.deploy.service.operations import Token
 from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError, read_settings
-from twinop.errors import LibraryError
 
 
 @pytest.fixture(autouse=True)
@@ -251,24 +250,6 @@ def test_a_model_that_is_no_regular_file(tmp_path: Path, make: Callable[[Path], 
     make(tmp_path / "m.onnx")
     with pytest.raises(ModelError, match=r"m.onnx: (not a regular file|a folder|cannot be read: larger)"):
         load_model(tmp_path / "m.onnx", confined=True)
-
-
-def test_a_link_to_itself_concerns_nothing_else(tmp_path: Path, libraries: dict[str, Path]) -> None:
-    """Among models, as a folder of libraries, as a model's library, and as its data."""
-    (loop := tmp_path / "loop").symlink_to(loop)
-    server = ServerSettings(library_folders=(loop,))
-    assert loaded(tmp_path, service_models.relu(), server).session.library
-    (library := tmp_path / "m" / "libloop.so").symlink_to(library)
-    with pytest.raises(LibraryError, match=f"{library} lies in the model's own folder"):
-        loaded(tmp_path, service_models.relu(), server)
-    with pytest.raises(LibraryError, match=f"{library}: no such file"):
-        loaded(tmp_path, service_models.relu())
-    library.unlink()
-    place = where(tmp_path, service_models.relu())
-    (data := service_models.save_external(service_models.mlp(4, 8, 2), place.path)).unlink()
-    data.symlink_to(data)
-    with pytest.raises(ModelError, match="weights.bin is missing"):
-        load_model(place.path, confined=True)
 
 
 def test_names_that_cannot_be_shown(tmp_path: Path) -> None:

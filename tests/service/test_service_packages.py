@@ -1,7 +1,6 @@
 """Models with ops of several libraries: exported, run, checked, served and packed."""
 
 import hashlib
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -9,12 +8,10 @@ from pathlib import Path
 
 import onnx
 import pytest
-import warm_python
-from abi_files import ROOT, c_library
-from service_fixtures import serve, tensor
+from abi_files import c_library
 from service_loads import loaded
 from service_models import place
-from user_ops import cube_package, cube_project, describe_package, negate_package, put_in_build, three_nodes
+from user_ops import cube_package, cube_project, negate_package, put_in_build, three_nodes
 
 from twinop.deploy.errors import ModelError
 from twinop.deploy.pack.packing import Options, pack
@@ -25,59 +22,17 @@ from twinop.deploy.service.settings import ModelSettings, ServerSettings
 from twinop.errors import LibraryError
 from twinop.libraries.library import find_library
 
-NET = """
-import other_ops, test_cube, torch
-from twinop import torch_op
-
-
-class Net(torch.nn.Module):
-    def forward(self, x):
-        return torch_op.relu(other_ops.negate(test_cube.cube(x)))
-
-    def example_inputs(self):
-        return torch.randn(2, 4)
-"""
-ROW = tensor("x", "FP32", [1, 4], [-1.0, 2.0, -3.0, 0.5])
-
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with two installed packages; the current folder is another one, and empty."""
     site = negate_package(cube_package(tmp_path / "site"))
-    (site / "my_net.py").write_text(NET)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     monkeypatch.syspath_prepend(site)
     for name in ("test_cube", "other_ops"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{ROOT}")
     return site
-
-
-def twinop(*arguments: str) -> str:
-    done = warm_python.run(["-m", "twinop", *arguments], env=os.environ | {"COLUMNS": "200"})
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_no_path_is_named(site: Path) -> None:
-    """Two packages and twinop's own ops in one model, from an empty folder."""
-    said = twinop("export", "my_net:Net", "--dynamic", "x:0")
-    assert "bit for bit" in said and "libtest_cube.so" in said
-    metadata = {entry.key: entry.value for entry in onnx.load("net.onnx").metadata_props}
-    assert metadata["twinop.package.test_cube"] == "test-cube==1.2"
-    assert metadata["twinop.package.other.ops"] == "other-ops==0.3"
-    assert twinop("run", "net.onnx", "--provider", "cpu").count(" yes ") == 3
-    said = twinop("check", "net.onnx", "--provider", "cpu")
-    assert f"from {site}/test_cube/libtest_cube.so, {site}/libother_ops.so, " in said
-    with serve(Path("net.onnx"), "--provider", "cpu") as served:
-        answer = served.infer("net", ROW)
-        assert answer.json["outputs"][0]["data"] == [1.0, 0.0, 27.0, 0.0]
-        parameters = served.ask("GET", "/v2/models/net").json["parameters"]
-        assert parameters["library"].startswith("libtest_cube.so, libother_ops.so, libcustom_")
-        assert parameters["custom_nodes"] == "CustomCube x1, CustomNegate x1, CustomRelu x1"
-        assert parameters["library_sha256"].split(", ")[0] == sha256(site / "test_cube/libtest_cube.so")
 
 
 def sha256(path: Path) -> str:
@@ -137,15 +92,6 @@ def test_build_among_the_models_is_not_trusted(tmp_path: Path, monkeypatch: pyte
     refused(tmp_path / "link")
 
 
-def test_named_libraries_settle_which_of_two_packages(site: Path, tmp_path: Path) -> None:
-    describe_package(site, "more-ops", "1.0", "other.ops", "more_ops")
-    with pytest.raises(LibraryError, match="packages more-ops 1.0 and other-ops 0.3 both have ops"):
-        loaded(tmp_path, three_nodes())
-    server = ServerSettings(library_folders=(site,))
-    model = loaded(tmp_path, three_nodes(), server, library=site / "libother_ops.so")
-    assert model.session.libraries[0].path == site / "libother_ops.so"
-
-
 @pytest.fixture
 def packed(site: Path) -> Iterator[Path]:
     onnx.save(three_nodes(), "net.onnx")
@@ -162,8 +108,9 @@ def test_a_packed_model_with_several_libraries(packed: Path, tmp_path: Path) -> 
     settings = tomllib.loads((packed / "models/net/twinop.toml").read_text())
     assert sorted(settings["library_sha256"]) == sorted(map(sha256, libraries))
     shutil.rmtree(tmp_path / "site")
-    said = twinop("check", f"{packed}/models", "--allow-model-libraries")
-    assert str(version / "libother_ops.so") in said
+    trusting = ServerSettings(allow_model_libraries=True)
+    model = load(scan(packed / "models")["net"].versions[1], ModelSettings(provider="cpu"), trusting)
+    assert {library.path for library in model.session.libraries} == {*libraries}
 
 
 def test_packed_libraries_of_one_name(site: Path) -> None:

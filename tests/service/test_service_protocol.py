@@ -14,7 +14,7 @@ import pytest
 import service_models as models
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from service_codecs import finite, raw, values
+from service_codecs import raw, values
 from service_fixtures import Served, split, tensor, wait_until
 from service_rows import ROW, in_flight, message
 from tritonclient.grpc import service_pb2 as pb
@@ -190,13 +190,6 @@ def echoed(client: Any, datatype: str, array: np.ndarray, **options: Any) -> np.
 def test_tritonclient(client: Any, datatype: str) -> None:
     array = values(datatype, 7, 11)
     assert raw(echoed(client, datatype, array)) == raw(array)
-
-
-@pytest.mark.parametrize("datatype", [each for each in DATATYPES if each not in ("FP16", "BF16")])
-def test_tritonclient_with_json(served: Served, datatype: str) -> None:
-    array = finite(values(datatype, 7, 11))
-    with triton_http.InferenceServerClient(f"127.0.0.1:{served.http_port}") as client:
-        assert raw(echoed(client, datatype, array, binary_data=False)) == raw(array)
 
 
 def test_health_and_the_list_of_models(client: Any, served: Served) -> None:

@@ -1,6 +1,5 @@
 """Settings of the service: validation, precedence, the resolution of paths; and the token."""
 
-import asyncio
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_fixtures import Served, serve, wait_until
 from service_loads import refusal_of, repository_of
 from service_models import place, relu
-from service_rows import QUICK
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
@@ -73,13 +71,9 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
         ("[sever]\nport = 1", "sever: no such setting. There are: server, model, models$"),
         ("[models.a]\nhost = 1", r"\[models.a\]: no such setting: host. There are: library, library_sha256"),
         ("[server]\nhttp_port = 70000", "server.http_port: .*65535"),
-        ('[model]\nlibrary_sha256 = "abc"', "model.library_sha256.*pattern"),
         ('[model]\nprovider = "tpu"', "model.provider: .*'auto', 'cpu' or 'cuda'"),
         ('[model]\nversions = "newest"', "model.versions"),
         ('[policy]\nlibraries = "all"', "policy: no such setting. There are: server, model, models$"),
-        ("server = 3", "server: "),
-        ('[server]\nlibrary_folders = "libs"', "server.library_folders: Input should be a valid array"),
-        ("[model]\nsession = 3", "model.session: Input should be a valid dictionary"),
         ("[model.provider_options.rocm]", "Input should be 'cuda'"),
         (
             "[model]\nprovider = 'cpu'\n[model.provider_options.cuda]\nuse_tf32 = true",
@@ -87,10 +81,7 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
         ),
         ("[server]\nhttp_port = -1\ngrpc_port = -1", r"server.http_port: .*\n  - server.grpc_port: "),
         ("[[", "not TOML"),
-        ("[server]\ngrpc_port = false", "server.grpc_port: Input should be a valid integer"),
         ('[model]\ninstances = "2"', "model.instances: Input should be a valid integer"),
-        ('[model]\ncompare_bodies = "no"', "model.compare_bodies: Input should be a valid boolean"),
-        ("[server]\ngrace_seconds = inf", "server.grace_seconds: Input should be a finite number"),
         (
             "[server]\nbody_seconds = 1e9",
             "server.body_seconds: .* less than or equal to 1000000",
@@ -127,22 +118,6 @@ def test_long_messages_are_cut(tmp_path: Path) -> None:
 def one_model(tmp_path: Path) -> Path:
     place(tmp_path / "models", "m", relu())
     return tmp_path / "models"
-
-
-def test_profiles_of_the_service(one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "profiles").mkdir()
-    (one_model / "twinop.toml").write_text(
-        f"[model.session]\nenable_profiling = true\nprofile_file_prefix = '{tmp_path}/profiles/m'\n"
-    )
-    repository = repository_of(monkeypatch, one_model, *QUICK)
-
-    async def load_and_close() -> None:
-        await repository.load_all()
-        await repository.close()
-
-    asyncio.run(load_and_close())
-    profiles = list((tmp_path / "profiles").glob("m_*.json"))
-    assert any('"op_name" : "CustomRelu"' in each.read_text() for each in profiles)
 
 
 def test_settings_from_elsewhere(one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

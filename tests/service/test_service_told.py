@@ -198,26 +198,6 @@ def test_a_line_of_json_for_each_record() -> None:
     assert failed["traceback"].endswith("ZeroDivisionError: division by zero")
 
 
-def test_requests_keep_their_fields_apart() -> None:
-    lines = logged("""
-        import asyncio
-
-        async def request(number):
-            logs.bind(request_id=f"r{number}")
-            await asyncio.sleep(0)
-            logs.bind(model="m", version=number)
-            log.info("answered")
-
-        async def main():
-            await asyncio.gather(*(asyncio.create_task(request(number)) for number in range(3)))
-            log.info("outside")
-
-        asyncio.run(main())
-    """)
-    found = [(line.get("request_id"), line.get("model"), line.get("version")) for line in lines]
-    assert found == [("r0", "m", 0), ("r1", "m", 1), ("r2", "m", 2), (None, None, None)]
-
-
 def test_levels() -> None:
     names = ("twinop.a", "uvicorn.error", "grpc._cython", "somebody")
     lines = logged(f"""
