@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TESTS = (
     *("parity", "torch_op", "torch_op_errors", "cpu_levels", "ort_versions"),
-    *("record", "shapes", "layers", "deploy_session"),
+    *("record", "shapes", "deploy_session"),
 )
 FOUND = 77  # the exit code of a process in which AddressSanitizer found something
 RUNTIMES = {"asan": "libasan.so", "ubsan": "libubsan.so"}

@@ -1,6 +1,7 @@
 """A mistake in an op gives one compiler error, which names the mistake."""
 
-import pytest
+import re
+
 from record_driver import read_by_compiler
 
 ELEMENTWISE = """
@@ -62,7 +63,7 @@ MISTAKES = [
     (ELEMENTWISE, [("AttributeOf<float>", "AttributeOf<bool>")], "declares this attribute with another kind"),
     (ELEMENTWISE, [("AttributeOf<float>", "AttributeOf<double>")], "an attribute is a std::int64_t (int)"),
     (ELEMENTWISE, [("Tensor x, float", "Tensor x, Tensor z, float")], "takes another number of values than"),
-    (ELEMENTWISE, [("Tensor x, float", "Tensor? x=None, float")], "so none is a Tensor?"),
+    (ELEMENTWISE, [("Tensor x, float", "Tensor? x=None, float")], "tensor, so none is a Tensor?"),
     (ELEMENTWISE, [("-> Tensor", "-> (Tensor y, Tensor z)")], "returns another number of values than"),
     (ELEMENTWISE, [("T operator()(T x) const", "T apply(T x) const")], "`T operator()(T, ...) const`"),
     (ELEMENTWISE, [("ELEMENTWISE(leaky_relu", "ELEMENTWISE(leaky")], "the schema has another name than the"),
@@ -72,7 +73,7 @@ MISTAKES = [
     (ROWWISE, [('.rows("-1")', "")], "the record of a row-wise op has .rows(...)"),
     (ROWWISE, [(" Term(", " Terms(")], "each phase has `Values<T, N> Term(Phase<i>, "),
     (ROWWISE, [(" Result(", " Results(")], "Result(const Values<T, rows>&, const Values<T, columns>&)"),
-    (KERNEL, [('Data<std::int64_t>(call, "count"', 'Data<std::int32_t>(call, "count"')], "dtypes do not"),
+    (KERNEL, [('Data<std::int64_t>(call, "count"', 'Data<std::int32_t>(call, "count"')], "for the output"),
     (KERNEL, [("Dispatch<float, Half>", "Dispatch<float, double>")], "do not have this type for the input"),
     (KERNEL, [("Dispatch<float, Half>", "Dispatch<float, char*>")], "Dispatch lists element types: float"),
     (KERNEL, [('(call, "count"_name)', '(call, "y"_name)')], "the op's schema has no output of this name"),
@@ -84,19 +85,18 @@ MISTAKES = [
 ]
 
 
-def compile_errors(source: str) -> list[str]:
-    return [line for line in read_by_compiler(source).stderr.splitlines() if "error:" in line]
+NAMES = re.compile(r"\b(leaky_relu|LeakyRelu|normalize|Normalize|nonzero|LaunchNonzero)\b")
 
 
-@pytest.mark.parametrize("source", [ELEMENTWISE, ROWWISE, KERNEL], ids=["elementwise", "row-wise", "kernel"])
-def test_the_right_op_compiles(source: str) -> None:
-    assert compile_errors(source) == []
-
-
-@pytest.mark.parametrize(("source", "changes", "message"), MISTAKES)
-def test_a_mistake_is_one_error_in_words(source: str, changes: list[tuple[str, str]], message: str) -> None:
-    for right, wrong in changes:
-        assert right in source
-        source = source.replace(right, wrong)
-    errors = compile_errors(source)
-    assert len(errors) == 1 and message in errors[0], "\n".join(errors)
+def test_each_mistake_is_one_error_in_words() -> None:
+    """In one text, as each compiler takes a second to begin; the ops without a mistake are in it, too."""
+    sources = [ELEMENTWISE, ROWWISE, KERNEL]
+    for source, changes, _ in MISTAKES:
+        for right, wrong in changes:
+            assert right in source
+            source = source.replace(right, wrong)
+        sources.append(source)
+    ops = [NAMES.sub(rf"\g<1>{i}", source) for i, source in enumerate(sources)]
+    errors = [line for line in read_by_compiler("".join(ops)).stderr.splitlines() if "error:" in line]
+    found = [sum(message in error for error in errors) for *_, message in MISTAKES]
+    assert found == [1] * len(MISTAKES) == [1] * len(errors), "\n".join(errors)

@@ -7,21 +7,18 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from onnx import helper
 from record_driver import driver
+from samples import ALL, RECORDS
 
-from twinop import torch_op
 from twinop.errors import RecordError
+from twinop.export import op_schema
 from twinop.libraries.library import find_library, read_library
-from twinop.record.op_spec import DOMAIN, OpSpec
+from twinop.record.op_schema import default_of
+from twinop.record.op_spec import DOMAIN, DOMAIN_VERSION, OpSpec
 from twinop.record.schema_text import entries, record_of_library
 
-LIBRARIES = ("custom_ops", "test_ops")
 TORCH_TYPES = {"List[int]": "int[]", "Optional[Tensor]": "Tensor?"}
-
-
-def records() -> list[Any]:
-    libraries = [torch_op.load(find_library(stem)).records for stem in LIBRARIES]
-    return [pytest.param(record, id=record.name) for each in libraries for record in each.values()]
 
 
 def assert_same_schema(record: OpSpec, schema: Any) -> None:
@@ -42,11 +39,30 @@ def assert_same_schema(record: OpSpec, schema: Any) -> None:
     assert list(returned) == [entry.name or "y" for entry in schema.returns]
 
 
-@pytest.mark.parametrize("record", records())
+@pytest.mark.parametrize("record", ALL.values(), ids=list(ALL))
 def test_the_library_and_torch_read_one_schema(record: OpSpec) -> None:
     schema = getattr(getattr(torch.ops, record.namespace), record.name).default._schema
     assert_same_schema(record, schema)
     assert_same_schema(record, torch._C.parse_schema(record.schema))
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
+def test_onnx_declares_the_op_like_the_record(record: OpSpec) -> None:
+    schema: Any = op_schema(record)  # onnx's enumerations have no types
+    assert (schema.name, schema.domain, schema.since_version) == (record.onnx_name, DOMAIN, DOMAIN_VERSION)
+    assert [(entry.name, entry.option.name == "Optional") for entry in schema.inputs] == [
+        (entry.name, entry.optional) for entry in record.inputs
+    ]
+    assert [entry.name for entry in schema.outputs] == list(record.outputs)
+    kinds = {"int": "INT", "bool": "INT", "float": "FLOAT", "str": "STRING", "int[]": "INTS"}
+    attributes = dict(schema.attributes)
+    for entry in record.attributes:
+        found = attributes.pop(entry.name)
+        assert (found.type.name, found.required) == (kinds[entry.kind], entry.required)
+        value = helper.get_attribute_value(found.default_value)
+        value = tuple(value) if entry.kind == "int[]" else value
+        assert (value.decode() if isinstance(value, bytes) else value) == default_of(entry)
+    assert not attributes
 
 
 def test_schemas_of_another_domain() -> None:

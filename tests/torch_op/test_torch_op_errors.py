@@ -131,22 +131,6 @@ def test_what_only_the_launcher_sees() -> None:
             op(torch.tensor(1.0))
 
 
-MIXED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
-    "pad_affine": (lambda w: ops.pad_affine(torch.randn(2, 3), w), "weight"),
-    "add": (lambda b: torch_op.add(torch.randn(2, 3), b), "b"),
-}
-
-
-@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("name", MIXED)
-def test_mixed_devices(name: str, device: str) -> None:
-    call, argument = MIXED[name]
-    where = "cuda:0" if device == "cuda" else device
-    message = rf"custom_domain::.*tensors must be on one device; {argument} is on {where}, the first on cpu"
-    with pytest.raises((RecordError, RuntimeError), match=message):
-        call(torch.randn(3, device=device))
-
-
 @pytest.mark.cuda
 def test_a_weight_left_on_the_cpu() -> None:
     with pytest.raises(RuntimeError, match="must be on one device; weight is on cpu, the first on cuda:0"):

@@ -380,35 +380,6 @@ def test_the_memory_of_outputs() -> None:
     assert opened.run(feeds, ["z"])["z"].shape == (3, 2)
 
 
-@pytest.mark.cuda
-def test_on_cuda_with_a_graph() -> None:
-    cache = torch.randn(6, 3, device="cuda")
-    wanted = cache.index_copy(0, POSITION.cuda(), ROWS.cuda())
-    assert torch.equal(raw.put_functional(cache, ROWS.cuda(), POSITION.cuda()), wanted)
-    provider: Any = ("CUDAExecutionProvider", {"enable_cuda_graph": "1"})
-    for shares in (True, False):
-        session = ort_session(put_model(), [provider])
-        given, result = cache.clone(), torch.zeros_like(cache)
-        binding = session.io_binding()
-
-        def bind(bound: Callable[..., None], name: str, tensor: torch.Tensor) -> None:
-            kind = np.int64 if tensor.dtype == torch.int64 else np.float32
-            bound(name, "cuda", 0, kind, list(tensor.shape), tensor.data_ptr())
-
-        rows, position = ROWS.cuda(), POSITION.cuda()
-        for name, tensor in {"cache": given, "rows": rows, "position": position}.items():
-            bind(binding.bind_input, name, tensor)
-        bind(binding.bind_output, "cache_out", given if shares else result)
-        torch.cuda.synchronize()
-        for scale in (1, 2, 3):  # the graph is captured, then replayed
-            rows.copy_(ROWS * scale)
-            torch.cuda.synchronize()
-            session.run_with_iobinding(binding)
-            torch.cuda.synchronize()
-            assert torch.equal(given if shares else result, expected(cache.cpu(), ROWS * scale).cuda())
-        assert shares or torch.equal(given, cache)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_steps_in_graphs_of_a_session(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is captured for each place of what is written in place. On the CPU a stand-in captures."""
@@ -476,9 +447,3 @@ def test_steps_in_graphs_of_a_session(device: str, monkeypatch: pytest.MonkeyPat
         step(cache, total, graphs=4)  # the first of them without a graph
     with ThreadPoolExecutor(1) as other:  # which captures again
         assert other.submit(step, caches[0], totals[0], graphs=4).exception() is None
-
-
-def test_the_schema_in_python() -> None:
-    record = record_of("f(Tensor(a!) x, Tensor y, Tensor(b!) z) -> Tensor", "d", dtypes="float32 z=int64")
-    assert record.outputs == ("out", "x_out", "z_out")  # y is an input
-    assert record.combinations[0]["z_out"] == "int64" and record.functional_name == "f_functional"
