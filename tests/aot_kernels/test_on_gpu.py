@@ -1,6 +1,5 @@
 """LibraryOf libraries on a GPU, in both runtimes: kernels in PTX, which the driver compiles."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,30 +112,3 @@ def test_in_cuda_graphs(library_of: LibraryOf) -> None:
         graph.replay()
         torch.testing.assert_close(y, 6 * x, rtol=1e-6, atol=0)
         assert torch.equal(session.run({"x": x})["y"], y)
-
-
-def test_threads_with_streams_of_their_own(library_of: LibraryOf) -> None:
-    op = torch_op.load(library(library_of), "aot_threads").functions["k"]
-    session = deploy.session(model((33, 65)), ["CUDAExecutionProvider"], library(library_of))
-
-    def work(number: int) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for i in range(20):
-                x = torch.full((33, 65), float(number + 16 * i), device="cuda")
-                assert torch.equal(op(x), 6 * x)
-                assert np.array_equal(session.run({"x": x.cpu().numpy()})["y"], (6 * x).cpu().numpy())
-
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(work, range(16)))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_second_device(library_of: LibraryOf) -> None:
-    """The op runs where its input is, and leaves the current device as it was."""
-    op = torch_op.load(library(library_of), "aot_second").functions["k"]
-    for device in ("cuda:1", "cuda:0", "cuda:1"):
-        x = torch.ones(33, 65, device=device)
-        assert torch.equal(op(x), 6 * x) and torch.cuda.current_device() == 0
-    provider = ("CUDAExecutionProvider", {"device_id": 1})
-    session = deploy.session(model((33, 65)), [provider], library(library_of))
-    assert np.array_equal(session.run({"x": x.cpu().numpy()})["y"], (6 * x).cpu().numpy())

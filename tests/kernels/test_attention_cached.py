@@ -3,11 +3,8 @@
 import math
 from typing import Any
 
-import onnxruntime as ort
 import pytest
 import torch
-from abi_files import FLOAT, model
-from onnx import TensorProto, helper
 from samples import DEVICES, RECORDS
 
 from twinop import torch_op
@@ -110,22 +107,6 @@ def turned(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.T
 
 def run(call: dict[str, Any]) -> torch.Tensor:
     return torch_op.attention_cached(**call)
-
-
-@each_device
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_a_table_and_sinks_that_change_nothing(tokens: int, dtype: torch.dtype, device: str) -> None:
-    """One pair turns by nothing, and no sink has weight."""
-    for size in (64, 96, 128):
-        call = to(make_call([300, 17], tokens, 4, 2, size, 301), dtype, device)
-        table = torch.tensor([[1.0, 0.0]], dtype=dtype, device=device).repeat(301, 1)
-        idle = {"cos_sin": table, "sinks": call["qkv"].new_full((4,), -math.inf)}
-        found = []
-        for given in (call, call | idle):
-            caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
-            found.append([run(given | caches), *(each.nan_to_num() for each in caches.values())])
-        assert all(map(torch.equal, *found)) and not found[0][0].isnan().any()
 
 
 @each_device
@@ -300,49 +281,6 @@ def test_tokens_without_a_place_in_onnxruntime(table: int, tokens: int) -> None:
     in_body = body_session(attach_bodies(model)).run(feeds)
     for y, k, v in (map(torch.from_numpy, in_kernel), map(torch.as_tensor, in_body.values())):
         check_places(call, y, k, v, call)
-
-
-def group_query_attention(call: dict[str, Any], total: int, provider: str) -> list[Any]:
-    """What ONNX Runtime's own operator computes."""
-    attributes = {
-        "local_window_size": call.get("window") or -1,
-        "softcap": call.get("softcap", 0.0),
-        "scale": call.get("scale", 0.0),
-        "do_rotary": int("cos_sin" in call),
-        "rotary_interleaved": int(call.get("interleaved", False)),
-    }
-    kv_heads, size = call["k_cache"].shape[1], call["k_cache"].shape[3]
-    heads = call["qkv"].shape[2] // size - 2 * kv_heads
-    feeds = {name: each for name, each in call.items() if isinstance(each, torch.Tensor)}
-    if "cos_sin" in call:
-        feeds["cos"], feeds["sin"] = (each.contiguous() for each in feeds.pop("cos_sin").chunk(2, -1))
-    feeds["total"] = torch.tensor([total], dtype=torch.int32)
-    order = ("qkv", "", "", "k_cache", "v_cache", "position", "total", "cos", "sin", "", "", "sinks")
-    given = [name if name in feeds else "" for name in order]
-    attributes |= {"num_heads": heads, "kv_num_heads": kv_heads}
-    node = helper.make_node("GroupQueryAttention", given, [*"ykv"], domain="com.microsoft", **attributes)
-    types = {torch.int32: TensorProto.INT32, torch.float32: FLOAT}
-    inputs = {name: types[x.dtype] for name, x in feeds.items()}
-    proto = model([node], inputs, dict.fromkeys("ykv", FLOAT), com__microsoft=1)
-    session = ort.InferenceSession(proto.SerializeToString(), providers=[provider])
-    return list(session.run(None, {name: x.numpy() for name, x in feeds.items()}))
-
-
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "norms"])
-def test_it_is_group_query_attention(variant: str) -> None:
-    """In steps, prompts, later parts of a prompt, and with padding on the right."""
-    for positions, tokens in (([3, 49], 1), ([49, 49], 50), ([20, 49], 50), ([47], 5)):
-        call = to(make_call(positions, tokens, 4, 2, 32, 64, **VARIANTS[variant]), torch.float32, "cpu")
-        call |= {name: call[name].nan_to_num(0) for name in ("k_cache", "v_cache")}
-        wanted = group_query_attention(call, max(positions) + 1, "CPUExecutionProvider")
-        found = (run(call), call["k_cache"], call["v_cache"])
-        for b, position in enumerate(positions):
-            valid = min(tokens, position + 1)
-            y = torch.from_numpy(wanted[0])
-            assert close(found[0][b, :valid], y[b, :valid].double(), 1e-5), (positions, tokens)
-            for cache, expected in zip(found[1:], wanted[1:], strict=True):
-                present = torch.from_numpy(expected)[b, :, : position + 1].double()
-                assert close(cache[b, :, : position + 1], present, 1e-5), (positions, tokens)
 
 
 @pytest.mark.parametrize(

@@ -131,24 +131,6 @@ def test_onnxruntime_on_the_cpu(scale: float, causal: bool, dtype: torch.dtype) 
             assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(
-    ("of_qkv", "of_bias", "message"),
-    [
-        ((2, 5, 30), (1, 1, 1, 5), r"qkv has shape \[2, 5, 30\], expected .* heads.* = \[2, 5, 24\]"),
-        ((2, 5, 24), (1, 1, 1, 4), r"bias has shape \[1, 1, 1, 4\], expected .* = \[1, 1, 1, 5\]"),
-        ((2, 5, 24), (3, 1, 1, 5), r"AttentionPacked node 'node0' \(CPU\): its function body: .* 2 by 3"),
-        ((1, 5, 24), (3, 1, 1, 5), r"AttentionPacked node 'node0' \(CPU\): its function body: "),
-        ((2, 5, 24), (1, 3, 1, 5), r"AttentionPacked node 'node0' \(CPU\): its function body: .* 3 by 4"),
-    ],
-)
-def test_errors_of_onnxruntime_on_the_cpu(of_qkv: Any, of_bias: Any, message: str) -> None:
-    types = dict.fromkeys(("qkv", "bias", "y"), "float32")
-    model = one_node_model(RECORDS["attention_packed"], types, [1, 1], {"heads": 4})
-    session = make_session(model, LIBRARY, "cpu")
-    with pytest.raises(Exception, match=message):
-        session.run(None, {"qkv": torch.zeros(of_qkv).numpy(), "bias": torch.zeros(of_bias).numpy()})
-
-
 @each_device
 @pytest.mark.parametrize(
     ("sizes", "of_bias", "heads", "message"),

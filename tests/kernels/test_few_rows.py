@@ -13,7 +13,6 @@ import onnxruntime
 import pytest
 import torch
 from abi_files import FLOAT
-from gpu_code import needs_hopper_kernels
 from linear_calls import ACTIVATIONS, linear_node, model_of, random
 from onnx import TensorProto, helper
 from quantised_weights import Weight, weight_of
@@ -351,26 +350,6 @@ def test_bits_in_onnxruntime() -> None:
             y = torch.empty_like(expected[rows])
             run_bound(session, {"x": x[rows]}, {"y": y})
             assert torch.equal(y, expected[rows]), rows
-
-
-@pytest.mark.cuda
-@needs_hopper_kernels
-@pytest.mark.parametrize("n", [3072, 16384])
-@pytest.mark.parametrize(
-    ("rows", "options", "expected"),
-    [
-        (192, {"invariant": True}, True),
-        (64, {"few_rows": 64}, True),
-        (65, {"few_rows": 64}, False),
-        (64, {}, False),
-    ],
-)
-def test_which_rows_take_wgmma(n: int, rows: int, options: dict[str, Any], expected: bool) -> None:
-    x, weight = (random(*shape, dtype=torch.float16, device="cuda") for shape in ((rows, 1088), (n, 1088)))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        torch_op.linear(x, weight, **options)
-        torch.cuda.synchronize()
-    assert any("WideKernel" in event.name for event in profile.events()) == expected
 
 
 @pytest.mark.cuda

@@ -1,10 +1,12 @@
-"""layer_norm is accurate where squares overflow and where the mean is much larger than the deviations."""
+"""layer_norm where squares overflow or the mean is much larger than the deviations; norms of scalars."""
 
 import pytest
 import torch
-from samples import DEVICES, HALVES, moved
+from same_bits import assert_same_bits
+from samples import DEVICES, HALVES, RECORDS, Sample, moved, run_in_torch, torch_dtype
 
 from twinop import torch_op
+from twinop.testing.one_node import OrtRunner, poisoned
 
 WIDTHS = (33, 512, 2049, 4095, 4096, 5120, 11008, 20000)  # one width for each way to hold a row
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 1e-4}
@@ -37,3 +39,17 @@ def test_means_do_not_cancel(dtype: torch.dtype, columns: int, device: str) -> N
     means = torch.tensor([[0.0], [1.0], [7.0], [7.9], [8.1], [9.0], [-20.0], [100.0], [1000.0]])
     noise = torch.randn(len(means), columns, generator=torch.Generator().manual_seed(columns))
     check((means.double() + noise.double()).to(dtype), device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["softmax", "layer_norm", "rms_norm"])
+def test_a_scalar_is_a_row_of_one(name: str, device: str) -> None:
+    record = RECORDS[name]
+    for dtypes in record.combinations[:4]:
+        sample = Sample(dict.fromkeys(entry.name for entry in record.inputs))
+        sample.inputs["x"] = torch.tensor(2.5, dtype=torch_dtype(dtypes["x"]), device=device)
+        (expected,) = run_in_torch(record, sample)
+        assert abs(expected.item() - {"softmax": 1, "layer_norm": 0, "rms_norm": 1}[name]) < 1e-6
+        actual = poisoned(expected)
+        OrtRunner(record, dtypes, device)(sample, (actual,))
+        assert_same_bits(actual, expected, name)

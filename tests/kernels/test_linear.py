@@ -124,13 +124,6 @@ def test_one_body_for_nodes_of_all_kinds() -> None:
     torch.testing.assert_close(torch.from_numpy(in_kernel), expected)
 
 
-def test_the_output_shape_is_inferred() -> None:
-    weight = random(6, 4)
-    model = model_of([linear_node(["x", "weight"], "y", layout="kn")], ["b", 3, 6], {"weight": weight})
-    (y,) = make_session(model, LIBRARY, "cpu").get_outputs()
-    assert y.shape == ["b", 3, 4]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast_is_that_of_a_product(device: str) -> None:
     x, weight, bias = (random(*shape, device=device).requires_grad_() for shape in ((4, 6), (5, 6), (5,)))

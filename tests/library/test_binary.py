@@ -87,7 +87,7 @@ assert "/libcustom_relu.so" in maps and "/libtwinop_torch.so" in maps
 
 
 def test_the_torch_library_beside_a_running_session(tmp_path: Path) -> None:
-    """The torch library loads beside a session. test_parity.py covers the other order."""
+    """The torch library loads beside a session. Other tests cover the other order."""
     record = read_library(find_library("custom_relu")).records["relu"]
     model = tmp_path / "relu.onnx"
     model.write_bytes(one_node_model(record, record.combinations[0], [True], {}).SerializeToString())

@@ -17,7 +17,7 @@ import torch
 import warm_python
 from build_files import tiny, twinop
 
-from twinop.libraries.library import find_library, read_library
+from twinop.libraries.library import read_library
 from twinop.testing import child, under_test
 from twinop.testing.samples import make_sample
 from twinop.testing.under_test import OpUnderTest
@@ -140,23 +140,6 @@ def test_a_library_whose_inputs_cannot_be_derived(libraries: dict[str, Path], tm
     ), said
     failed = re.findall(r"^FAILED .*\[(\w+)-", said, re.MULTILINE)
     assert set(failed) == {"packed", "scale_by", "take"} and "1 passed" in said
-
-
-def test_samples_that_the_module_gives(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """The parity of all ops of a library, with samples where nothing can be derived."""
-    shutil.copy(HERE / "abi_module.py", tmp_path / "test_abi.py")
-    shutil.copy(libraries["test_abi"], tmp_path)
-    code, said = twinop_test(tmp_path, "test_abi.py", "-k", "same_bits or dtypes or samples")
-    assert code == 0 and re.search(r"\d+ passed", said), said
-
-
-def test_floats_and_integers_of_8_bits(tmp_path: Path) -> None:
-    """Their samples, parity, bodies and exports; inputs are derived from the record."""
-    shutil.copy(HERE / "quantise_ops.py", tmp_path / "test_quantise.py")
-    shutil.copy(find_library("test_quantise"), tmp_path)
-    some = "body_gives and rows or same_bits and int8 or torchscript and e5m2 or opcheck and dequantise"
-    code, said = twinop_test(tmp_path, "test_quantise.py", "-k", some)
-    assert code == 0 and re.search(r"\d+ passed", said), said
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ CELLS = [
 
 @pytest.mark.parametrize(("record", "dtypes"), CELLS)
 def test_outputs_have_the_inferred_shapes(record: OpSpec, dtypes: dict[str, str]) -> None:
-    """Kernels and fakes return the inferred shapes. test_parity.py covers ONNX Runtime."""
+    """Kernels and fakes return the inferred shapes. The matrix covers ONNX Runtime."""
     assert torch_op.records()[record.name] == record
     op = getattr(getattr(torch.ops, DOMAIN), record.functional_name)
     defaults = {entry.name: entry.default for entry in record.attributes}
