@@ -35,7 +35,6 @@ class AdaLayerNorm(Rewrite[_Match], key="ada_layer_norm", ops=("layer_norm",)):
         x, (*rows, result) = node.inputs[0], match
         assert x is not None
         rows = [_as_rows(node, each) for each in rows]
-        x, *rows = self.context.broadcast(node, [x, *rows], [[0, g.rank(x) - 1], [0, 1], [0, 1]])
         eps = g.attribute(node, "eps", 1e-5)
         self.replace(result, self.context.add_op(node, self.name, [x, *rows], eps=eps), self.name)
 

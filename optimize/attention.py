@@ -130,15 +130,10 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     finite = bias
     if guarded is not None:  # the softmax of a row of -inf is NaN
         finite = g.add(matmul, "Max", [guarded, g.scalar_constant(matmul, LOWEST, guarded)])
-    is_exact = not context.may_broadcast(finite, q3.value, k3.value)
-    added = spread(finite, q3.value, k3.value, matmul, is_exact) if finite is not None else None
-    k_plain, v_plain = context.broadcast(matmul, [k_plain, v3.value], [[0, 1]] * 2)
-    given = [q_plain, k_plain, v_plain, *(each for each in (lengths, added) if each is not None)]
-    q_plain, k_plain, v_plain, *masks = context.broadcast(matmul, given, [[0]] * len(given))
+    added = spread(finite, q3.value, k3.value, matmul) if finite is not None else None
     if shown is not None and lengths is not None:
-        lengths = masks[0]
         context.lengths[lengths] = shown
-    inputs = [q_plain, k_plain, v_plain, None, lengths, added]  # which may be of one sequence for all
+    inputs = [q_plain, k_plain, v3.value, None, lengths, added]
     shape = [*(g.dims(q3.value) or [None, None])[:2], v3.count * v3.size]
     result = g.add(matmul, "MultiHeadAttention", inputs, attributes, domain=g.MICROSOFT, shape=shape)
     label(g.maker(result), "attention")
@@ -170,7 +165,7 @@ def _fuse_windows(rewrite: Attention, scores: Scores, matmul: ir.Node) -> None:
     if not g.has_permutation(transpose, [*range(rank - 2), rank - 1, rank - 2]):
         raise g.Skipped("k is not transposed")
     are_alike = all(shape[:-2] == outer for shape in shapes) and None not in outer and shapes[1][-1] == size
-    if rewrite.context.may_broadcast(q, k, v) or not are_alike:
+    if not are_alike:
         raise g.Skipped("q, k and v of windows that may differ")
     named = [each for each in outer if not isinstance(each, int)]
     known = math.prod(each for each in outer if isinstance(each, int))
@@ -260,20 +255,17 @@ def _lengths(shown: ir.Value, before: ir.Node) -> ir.Value:
     return g.add(before, "ReduceSum", [wide, g.int_constant(before, [1])], {"keepdims": 0}, shape=[None])
 
 
-def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node, is_exact: bool = True) -> ir.Value:
-    """Returns a mask as [1 or B, 1 or H, S, T], for q [B, S, ...] and k [B, T, ...]; `is_exact`: its sizes
-    are those of q and k that have the same names."""
+def spread(bias: ir.Value, q: ir.Value, k: ir.Value, before: ir.Node) -> ir.Value:
+    """Returns a mask as [1 or B, 1 or H, S, T], for q [B, S, ...] and k [B, T, ...]."""
     shape, rows, columns = g.dims(bias), (g.dims(q) or [0, None])[1], (g.dims(k) or [0, None])[1]
     if shape is None or len(shape) > 4:
         raise g.Skipped("a mask of unknown rank")
-    if is_exact and len(shape) == 4 and None not in (rows, columns) and shape[2:] == [rows, columns]:
+    if len(shape) == 4 and None not in (rows, columns) and shape[2:] == [rows, columns]:
         return bias
     if isinstance(rows, int) and isinstance(columns, int):
         target = g.int_constant(before, [1, 1, rows, columns])
     else:
-        exact = [g.length(before, each) for each in (q, k)] if is_exact else []
-        lengths = exact or [g.sizes_of(before, (each, [1]))[0] for each in (q, k)]
-        sizes = [g.int_constant(before, [1, 1]), *lengths]
+        sizes = [g.int_constant(before, [1, 1]), *(g.length(before, each) for each in (q, k))]
         target = g.add(before, "Concat", sizes, {"axis": 0}, shape=[4])
     outer = [*([1] * (4 - len(shape))), *shape][:2]
     return g.add(before, "Expand", [bias, target], shape=[*outer, rows, columns])

@@ -3,7 +3,7 @@
 Matches: equations whose letters are in both tensors, or in one of them and the result, such as
 bqhd,bkhd->bhqk for scores and bsw,whd->bshd for heads.
 Writes: MatMul, with transposes and reshapes for other orders and for several letters in place of one.
-Leaves alone: other sums, outer products, ellipses, repeated letters, sums whose sizes may differ.
+Leaves alone: other sums, outer products, ellipses, repeated letters.
 """
 
 import math
@@ -60,8 +60,6 @@ class Einsum(Rewrite[_Product], key="einsum", op_types=("Einsum",)):
         unknown = {letter for letter, size in sizes.items() if not isinstance(size, int)}
         if any(unknown.intersection(some) for some in (sums, columns) if len(some) > 1):
             return "several letters of unknown sizes are one axis of the matmul"
-        if unknown.intersection(sums) and self.context.may_broadcast(a, b):
-            return "the sizes of the sum may differ"
         return _Product(a, b, of_a, of_b, batch, rows, sums, columns, result)
 
     def apply(self, node: ir.Node, match: _Product) -> None:

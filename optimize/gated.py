@@ -49,8 +49,7 @@ class Gates(Rewrite[_Match], key="gated", op_types=("Mul",)):
             new = self.context.add_op(node, "swiglu_packed", [parts[0]], g.dims(up))
             self.replace(result, new, "swiglu (packed)")
         else:
-            pair = self.context.broadcast(node, [up, gate], [[*range(g.rank(up))]] * 2)
-            self.replace(result, self.context.add_op(node, "swiglu", pair), "swiglu")
+            self.replace(result, self.context.add_op(node, "swiglu", [up, gate]), "swiglu")
 
     def _matmuls(self, gate: ir.Value, up: ir.Value) -> list[tuple[Linear, int | None]]:
         """Returns what `_concatenated` takes, or one matmul whose halves are gate and up, or nothing."""

@@ -49,9 +49,6 @@ class RewriteContext:
     promised: set[str] = field(default_factory=set)  # masks that causal attention leaves out: they end rows
     weights_nk: dict[ir.Value, ir.Value] = field(default_factory=dict)  # by the constants [K, N]
     joined: dict[tuple[ir.Value, ...], ir.Value] = field(default_factory=dict)  # by the constants joined
-    broadcasts: bool = False  # axes of one name may have several sizes: the original broadcasts them
-    expanded: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)  # what `broadcast` has made
-    given: dict[ir.Value | None, int] = field(default_factory=dict)  # what `sources` has found
     acting: set[str] = field(default_factory=set)  # the names of the rewrites that changed something
 
     @property
@@ -64,43 +61,6 @@ class RewriteContext:
         given = {dim for value in self.graph.inputs for dim in dims(value) or () if dim is not None}
         names = [name for each in (a, b) if not isinstance(each, int) for name in str(each).split(OR)]
         return a != b and given.issuperset(names)
-
-    def sources(self, value: ir.Value | None) -> int:
-        """Returns the inputs of the graph that give a value its sizes, if these may differ under one name: a
-        bit for each."""
-        if value is None or not self.broadcasts:
-            return 0
-        if not self.given:
-            self.given.update(given_of_all(self.graph))
-        if value not in self.given:  # a rewrite has made it
-            node = value.producer()
-            self.given[value] = reduce(or_, map(self.sources, node.inputs if node is not None else ()), 0)
-        return self.given[value]
-
-    def may_broadcast(self, *values: ir.Value | None) -> bool:
-        """Whether axes of one name may differ in size: different inputs give it. Constants have numbers."""
-        found = [sources for value in values if (sources := self.sources(value))]
-        return any(each != found[0] for each in found)
-
-    def broadcast(
-        self, before: ir.Node, values: Sequence[ir.Value], axes: Sequence[Sequence[int]]
-    ) -> list[ir.Value]:
-        """Returns values whose axes of one name have the sizes that these broadcast to; `axes`: of each
-        value, those that are the same for all."""
-        found = [self.sources(value) for value in values]
-        whole = reduce(or_, found, 0)
-        result, target = [*values], list[ir.Value]()
-        for index, (value, places) in enumerate(zip(values, axes, strict=True)):
-            key = value, *places
-            known = self.expanded.get(key)
-            if found[index] == whole or (known is not None and self.sources(known) == whole):
-                result[index] = known or value
-                continue
-            target = target or sizes_of(before, *zip(values, axes, strict=True))
-            one = int_constant(before, [1])
-            parts = [target[places.index(i)] if i in places else one for i in range(rank(value))]
-            result[index] = self.expanded[key] = expand(before, value, parts)
-        return result
 
     def nodes(self, *op_types: str, domain: str = "") -> list[ir.Node]:
         """Returns the graph's nodes of these types, in order."""
@@ -482,25 +442,6 @@ def _constant(before: ir.Node, tensor: ir.TensorProtocol) -> ir.Value:
 def length(before: ir.Node, value: ir.Value | None) -> ir.Value:
     """Computes [S], the size of the second dimension of a value [B, S, ...], before a node."""
     return add(before, "Shape", [value], {"start": 1, "end": 2}, shape=[1])
-
-
-def expand(before: ir.Node, value: ir.Value, sizes: Sequence[ir.Value]) -> ir.Value:
-    """Inserts an Expand to sizes [1] before a node. Names of its result would let it reuse memory."""
-    shape = add(before, "Concat", sizes, {"axis": 0}, shape=[len(sizes)])
-    known = [dim if isinstance(dim, int) else None for dim in dims(value) or ()]
-    return add(before, "Expand", [value, shape], shape=known)
-
-
-def sizes_of(before: ir.Node, *values: tuple[ir.Value, Sequence[int]]) -> list[ir.Value]:
-    """Computes the sizes that axes of values broadcast to, before a node: [1] each."""
-    found = []
-    for places in zip(*(axes for _, axes in values), strict=True):
-        pairs = zip(values, places, strict=True)
-        bounds = [(value, {"start": i, "end": i + 1}) for (value, _), i in pairs]
-        sizes = [add(before, "Shape", [value], each, shape=[1]) for value, each in bounds]
-        # ONNX Runtime infers no name through Max: it would take equal names for one size, and reuse memory.
-        found.append(add(before, "Max", [*sizes, int_constant(before, [1])], shape=[1]))
-    return found
 
 
 def initializer(graph: ir.Graph, array: np.ndarray | ir.TensorProtocol, prefix: str) -> ir.Value:

@@ -53,15 +53,14 @@ class GrowingCaches(
             raise g.Skipped("a mask of lengths, or of unknown rank")
         if bias is not None and bias not in whole:
             ones = [g.int_constant(match, each) for each in ([1, 1], [1])]
-            [length] = g.sizes_of(match, (plain, [1])) if context.broadcasts else [g.length(match, plain)]
-            sizes = [ones[0], length, ones[1]]
+            sizes = [ones[0], g.length(match, plain), ones[1]]
             shape = g.add(match, "Concat", sizes, {"axis": 0}, shape=[4])
             finite = g.add(match, "Max", [bias, g.scalar_constant(match, _LOWEST, bias)])
             whole[bias] = g.add(match, "Expand", [finite, shape], shape=[None] * 4)
         scale = float(scores.scale * on_q * on_k * before_split)
         attributes = {"q_num_heads": heads.count, "kv_num_heads": new_k.count, "scale": scale}
-        plain, k3, v3 = context.broadcast(match, [plain, new_k.value, new_v.value], [[0]] * 3)
-        given = [plain, k3, v3, whole[bias] if bias is not None else None, past_k, past_v]
+        rows = [plain, new_k.value, new_v.value]
+        given = [*rows, whole[bias] if bias is not None else None, past_k, past_v]
         result, all_k, all_v = g.add_like(match, "Attention", given, attributes, (plain, k, v))
         label(g.maker(result), FUSED)
         context.graph.opset_imports[""] = max(context.graph.opset_imports[""], _OPSET)

@@ -56,9 +56,8 @@ class AddNorm(_NormInput, key="add_norm", ops=("layer_norm", "rms_norm")):
         return terms
 
     def apply(self, node: ir.Node, match: list[ir.Value]) -> None:
-        terms = self.context.broadcast(node, match, [[*range(g.rank(node.inputs[0]))]] * 2)
         is_layer_norm = node.op_type == self.context.records["layer_norm"].onnx_name
-        self.fuse(node, "add_layer_norm" if is_layer_norm else "add_rms_norm", terms)
+        self.fuse(node, "add_layer_norm" if is_layer_norm else "add_rms_norm", match)
 
 
 class EmbedNorm(_NormInput, key="embed_norm", ops=("layer_norm",)):
@@ -81,14 +80,11 @@ class EmbedNorm(_NormInput, key="embed_norm", ops=("layer_norm",)):
     def apply(self, node: ir.Node, match: list[ir.Value]) -> None:
         lookup, rest, *others = match
         table, ids = g.maker(lookup).inputs
-        assert ids is not None
         for term in others:
             rest = g.add(node, "Add", [rest, term])
         if g.rank(rest) == 2:
             whole = [1, *(g.dims(rest) or [])]
             rest = g.add(node, "Unsqueeze", [rest, g.int_constant(node, [0])], shape=whole)
-        axes = [[0, 1]] * 2 if (g.dims(rest) or [1])[0] != 1 else [[1]] * 2
-        ids, rest = self.context.broadcast(node, [ids, rest], axes)
         self.fuse(node, "embed_layer_norm", [table, ids, rest])
 
 

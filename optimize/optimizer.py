@@ -168,7 +168,6 @@ def _rewritten(source: Source, progress: Progress, names: Sequence[str]) -> g.Re
     """Applies rewrites to a copy of the model; raises NotEquivalent if one of them fails."""
     report = source.report
     context = g.RewriteContext(source.base.clone(), report.device, source.records)
-    context.broadcasts = source.broadcasts
     chosen = [each for each in passes.chosen(report.device, report.dtype) if each.name in names]
     context.acting = passes.apply_passes(context, chosen, progress)
     CommonSubexpressionEliminationPass()(context.model)

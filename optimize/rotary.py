@@ -95,11 +95,9 @@ class Rotary(
 
     def _angles(self, rotation: _Rotation, value: ir.Value, number: float) -> ir.Value:
         """Returns cos or sin for all tokens of the heads; those in front get a number."""
-        x, node, tokens = rotation.match.x, rotation.node, 1 if rotation.tokens_first else 2
+        node, tokens = rotation.node, 1 if rotation.tokens_first else 2
         key = value, rotation.more, tokens
         if key not in self.angles:
-            if self.context.may_broadcast(x, rotation.match.cos, rotation.match.sin):
-                value = _as_large_as(node, value, x, tokens)
             if rotation.more:
                 sizes, axis = [_size(value, i) for i in range(g.rank(value))], tokens - 4 + g.rank(value)
                 first, whole = (
@@ -117,7 +115,7 @@ def _can_fuse(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> bool:
     """Whether one node can compute both: they have the same angles, and neither depends on the other."""
     first, second = ((each.match.cos, each.match.sin, each.match.layout, each.size) for each in (a, b))
     forms = [(each.width, each.more, each.tokens_first) for each in (a, b)]
-    if first != second or forms[0] != forms[1] or context.may_broadcast(a.heads, b.heads):
+    if first != second or forms[0] != forms[1]:
         return False
     if context.may_differ(*((g.dims(each.heads) or [None])[0] for each in (a, b))):
         return False
@@ -162,16 +160,6 @@ def _size(value: ir.Value, axis: int) -> int:
     size = (g.dims(value) or [])[axis]
     assert isinstance(size, int)
     return size
-
-
-def _as_large_as(before: ir.Node, angles: ir.Value, x: ir.Value, tokens: int) -> ir.Value:
-    """Returns cos or sin with the tokens and sequences of x, where one of them may stand for all."""
-    shape = g.dims(angles) or []
-    sizes = [g.int_constant(before, [1])] * len(shape)
-    [sizes[tokens - 4]] = g.sizes_of(before, (x, [tokens]))
-    if len(shape) == 4 and shape[0] != 1:
-        [sizes[0]] = g.sizes_of(before, (x, [0]))
-    return g.expand(before, angles, sizes)
 
 
 def _fits(x: list[g.Dim] | None, cos: list[g.Dim] | None, sin: list[g.Dim] | None, tokens: int) -> bool:

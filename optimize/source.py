@@ -123,7 +123,6 @@ class Source:
     is_fp32: bool  # the file is in fp32, so it is its own fp32 form
     is_unconverted: bool  # the result has the dtypes of the file
     defaults: Mapping[str, ir.TensorProtocol] = field(default_factory=dict)  # `take_defaults`, meanwhile
-    broadcasts: bool = False  # `RewriteContext.broadcasts`
     registered: Sequence[Library] = ()  # the libraries of the last run of a rewritten form
 
     @property

@@ -274,7 +274,8 @@ class Verifier:
             try:
                 context = self.apply(kept)
                 self.source.report.error = self._error_of(context)
-                return kept, self._broadcasting(kept, context)
+                self._note_sizes()
+                return kept, context
             except equivalence.NotEquivalent as reason:
                 why = self._cause(reason)
                 if why == SMALL_MASKS and masks.forget_finite(self.source.base.graph):
@@ -340,32 +341,13 @@ class Verifier:
                 why = self._cause(reason)
             raise ExportError(f"the model without any rewrite {reason}: {why}") from None
 
-    def _broadcasting(self, names: Names, context: g.RewriteContext) -> g.RewriteContext:
-        """Returns the form, or one that broadcasts axes of one name if the original does and it does not."""
-        failing = self._failing_sizes()
-        if failing:
-            self.source.broadcasts, plain = True, context
-            try:
-                context = self.apply(names)
-                self.source.report.error = self._error_of(context)
-                still = self._failing_sizes()
-            except equivalence.NotEquivalent:
-                still = failing
-            if len(still) < len(failing):
-                failing = still
-            else:
-                self.source.broadcasts, context = False, plain
-                self.source.report.error = self._error_of(context)
-        if failing:
-            self.source.report.add_note(
-                f"it may fail for {', '.join(failing)}, which the original broadcasts: axes of one name must "
-                "have one size"
-            )
-        return context
-
-    def _failing_sizes(self) -> list[str]:
+    def _note_sizes(self) -> None:
+        """Notes for which sizes of 1 the last form fails, and the original does not: it broadcasts them."""
         failing = (name for each in self.comparisons.values() for name in each.failing_sizes())
-        return [*dict.fromkeys(failing)]
+        if names := ", ".join(dict.fromkeys(failing)):
+            self.source.report.add_note(
+                f"it fails for {names}, which the original broadcasts: axes of one name must have one size"
+            )
 
     # ----------------------------------------------------------------------------- what was written
 

@@ -320,7 +320,7 @@ BROADCASTS = {
     "made", often(BROADCASTS, "ada_layer_norm", "swiglu", "attention", "embed_layer_norm", "rotary embedding")
 )
 def test_equal_names_are_no_equal_sizes(made: str, device: str, tmp_path: Path) -> None:
-    """ONNX Runtime does not enforce them: what the original broadcasts, the result does, too."""
+    """ONNX Runtime does not enforce them. The result refuses what the original broadcasts; a note says so."""
     if device == "cpu" and made in ("addcmul", "linear"):
         return  # for CUDA alone
     given, body = BROADCASTS[made]
@@ -330,7 +330,7 @@ def test_equal_names_are_no_equal_sizes(made: str, device: str, tmp_path: Path) 
     constants |= {"one": np.float32(1), "half": np.float32(0.5)}
     proto = parsed(f"({given}) => (float[N, S, 8] y) {{ {body} }}", **constants)
     report, _ = optimized(proto, tmp_path, device=device)
-    assert report.fused[made.split(" of ")[0]] and not report.notes
+    assert report.fused[made.split(" of ")[0]]
     sizes = {"N": 3, "S": 5, "T": 5}
     cases = list[dict[str, np.ndarray]]()
     values = [each for each in proto.graph.input if each.name not in constants]
@@ -348,9 +348,11 @@ def test_equal_names_are_no_equal_sizes(made: str, device: str, tmp_path: Path) 
     options: Any = {"required": 0, "optimize": False}
     files = report.source, report.path
     old, new = (run(path, report.libraries or None, cases, **options).outputs for path in files)
-    assert sum(map(bool, old)) > 2
-    for expected, found in zip(old, new, strict=True):
-        if expected:
+    pairs = [each for each in zip(old, new, strict=True) if each[0]]
+    assert len(pairs) > 2 and pairs[0][1]
+    assert all(found for _, found in pairs) or any("it fails for size 1 of" in each for each in report.notes)
+    for expected, found in pairs:
+        if found:
             np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-5)
 
 
