@@ -132,10 +132,12 @@ def hidden(model: ir.Model, hides: Callable[[ir.Node], bool]) -> Iterator[None]:
     for node in model.graph.all_nodes():
         node.domain = _HIDDEN if not node.domain and hides(node) else node.domain
     model.graph.opset_imports[_HIDDEN] = 1
-    yield
-    model.graph.opset_imports.pop(_HIDDEN, None)
-    for node in model.graph.all_nodes():
-        node.domain = "" if node.domain == _HIDDEN else node.domain
+    try:
+        yield
+    finally:
+        model.graph.opset_imports.pop(_HIDDEN, None)
+        for node in model.graph.all_nodes():
+            node.domain = "" if node.domain == _HIDDEN else node.domain
 
 
 def _fails_in_onnxscript(node: ir.Node) -> bool:
@@ -152,9 +154,11 @@ def _without_large(model: ir.Model) -> Iterator[None]:
     for value, tensor in hidden:
         value.shape, value.type = ir.Shape(weights.sizes(tensor)), ir.TensorType(tensor.dtype)
         value.const_value = None
-    yield
-    for value, tensor in hidden:
-        value.const_value = tensor
+    try:
+        yield
+    finally:
+        for value, tensor in hidden:
+            value.const_value = tensor
 
 
 def _fold_large(model: ir.Model, should_fold: Callable[[ir.Node], bool | None]) -> bool:

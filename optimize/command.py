@@ -67,10 +67,6 @@ class Options:
     without: Annotated[
         list[str] | None, _option("A rewrite to leave out, such as attention; repeat it for others.")
     ] = None
-    replace: Annotated[
-        list[str] | None,
-        _option("An op that replaces a standard operator, such as add or softmax; repeat it for others."),
-    ] = None
     allow_uncompared: Annotated[
         bool,
         _option("Keep the file although an output is empty or NaN for all inputs.", "--allow-uncompared"),
@@ -139,7 +135,7 @@ def main(**given: Any) -> None:
     gc.set_threshold(20_000)  # graphs are many small objects: looking through them so often took 5 %
     asked = vars(Options(**given))
     source, output = asked.pop("source"), asked.pop("output")
-    asked |= {name: asked[name] or () for name in ("without", "replace")}
+    asked["without"] = asked["without"] or ()
     with clear_errors(), progress_bar("loading") as progress:
         from .genai import optimize_folder
         from .optimizer import optimize

@@ -24,8 +24,7 @@ from .source import Form, Source
 from .widen import round_results
 
 DEFECT = "this is a defect of twinop, please report it"
-_UNKNOWN = f"it may be rounding, or ONNX Runtime {ort.__version__}; otherwise {DEFECT}"
-SMALL_MASKS = "masks of numbers such as -10000 do not hide the large scores of these inputs"
+UNKNOWN = f"it may be rounding, or ONNX Runtime {ort.__version__}; otherwise {DEFECT}"
 _OF_SIZES = 1e-2  # an error of broadcasting is larger
 
 
@@ -74,18 +73,6 @@ class Comparison:
     @property
     def is_forgotten(self) -> bool:
         return not self.reference.cases
-
-    def cause(self, reason: equivalence.NotEquivalent) -> str:
-        """Returns why the form that ran last differs."""
-        if reason.rewrite or self.last is None:
-            return DEFECT
-        if reason.place is not None and equivalence.lower_masks(lowered := self.model.clone()):
-            index, output = reason.place
-            with suppress(NotRunnable, TwinopError):
-                answer = run(self.source.form(lowered).what, self.library, self.reference.cases)
-                if not self.reference.errors(answer.outputs)[index][output] <= reason.accepted:
-                    return SMALL_MASKS
-        return _UNKNOWN
 
     def failing_sizes(self) -> list[str]:
         """Returns for which of `of_size_1` the form that ran last fails, and the original does not."""

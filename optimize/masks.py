@@ -25,6 +25,7 @@ from .attention import is_attention, masks_of
 from .scores import KNOWN, KnownMask, known_of
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
+_LOWEST = -1e30  # no score exceeds it
 _LONG = 2048  # a length at which windows show, however they are written
 _LARGEST = 4096  # numbers up to this are exceeded; longer masks take too much memory
 _SMALL = 8  # elements; larger constants are buffers
@@ -80,10 +81,10 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
             given[0].meta[inputs.PADDING] = True
 
 
-def forget_finite(graph: ir.Graph) -> bool:
-    """Forgets what is known of masks of finite numbers; returns whether there were any."""
+def forget_small(graph: ir.Graph) -> bool:
+    """Forgets what is known of masks that large scores may exceed; returns whether there were any."""
     values = (*graph.initializers.values(), *(value for node in graph for value in node.outputs))
-    return bool([value.meta.pop(KNOWN) for value in values if known_of(value).number > -math.inf])
+    return bool([value.meta.pop(KNOWN) for value in values if known_of(value).number > _LOWEST])
 
 
 def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 0) -> bool:

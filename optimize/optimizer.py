@@ -62,7 +62,6 @@ def optimize(
     invariant: bool = False,
     inputs_file: str | os.PathLike[str] | None = None,
     without: Sequence[str] = (),
-    replace: Sequence[str] = (),
     allow_uncompared: bool = False,
     drop_slow: bool = False,
     rows: int = 2048,
@@ -98,7 +97,7 @@ def optimize(
     of_cuda = device is None and (invariant or dtype == FLOAT8)
     options = Options(
         dtype, chosen_device("cuda" if of_cuda else device), padding, shared_caches, invariant, inputs_file,
-        without, replace, allow_uncompared, drop_slow, library, allow_model_libraries, kept, held, rows,
+        without, allow_uncompared, drop_slow, library, allow_model_libraries, kept, held, rows,
         max_error,
     )  # fmt: skip
     with time_limit(timeout), silent_loggers():

@@ -34,7 +34,6 @@ from . import (
     quantised,
     rotary,
     split_linear,
-    standard_ops,
     unflatten,
     unfuse_ort,
 )
@@ -65,7 +64,6 @@ PASSES: Sequence[type[Rewrite]] = (
     cached_attention.CachedAttention,
     norm_inputs.EmbedNorm,
     norm_inputs.AddNorm,
-    standard_ops.Replace,
 )
 """In the order in which they run. Those with a `device` are no faster than ONNX Runtime on another one."""
 LATE: Sequence[type[Rewrite]] = (

@@ -28,7 +28,6 @@ from . import (
     invariance,
     passes,
     precision,
-    standard_ops,
     unfuse_ort,
 )
 from . import graph as g
@@ -55,7 +54,6 @@ class Options:
     invariant: bool  # a prompt's logits on CUDA do not depend on its batch; the report names nodes that may
     inputs_file: Any  # an .npz file of inputs for the comparison; by default they are generated
     without: Sequence[str]  # names of rewrites to leave out
-    replace: Sequence[str]  # ops that replace standard operators, such as "add" (`standard_ops.py`)
     allow_uncompared: bool  # keep the file although an output is empty or NaN for all inputs; it is reported
     drop_slow: bool  # measure here, and revert slower rewrites: a file may have other bytes elsewhere
     library: deploy.Libraries  # of custom ops; others are found as `deploy.session` finds them
@@ -185,7 +183,6 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     check_target(target, {path, *data})
     user_ops = find_user_ops(model, path, options.library, options.kept, options.allow_model_libraries)
     records = dict(read_library(find_library("custom_ops")).records)
-    standard_ops.check_ops(options.replace, records)
     report = OptimizeReport(path, target, device=options.device)
     report.nodes_before = len([*model.graph.all_nodes()])
     report.bytes_before = sum(each.stat().st_size for each in {path, *data})
@@ -196,7 +193,6 @@ def read_source(path: Path, target: Path, options: Options) -> Source:
     branches.move_out(model)
     model.graph.meta[cached_attention.SHARED_CACHES] = options.shared_caches
     model.graph.meta[invariance.INVARIANT] = options.invariant
-    model.graph.meta[standard_ops.REPLACED] = (*options.replace,)
     main = main_dtype(model)
     _require_no_8_bits(path, model, options.dtype == FLOAT8)
     asked, keeps_interface = options.dtype, options.dtype is None

@@ -393,7 +393,7 @@ def _check(
         accepted = equivalence.accepted_error(run.dtype, own, times)
         if not error <= accepted:
             text = f"{segment}: {name} differs from the original: relative error{what} {error:.1e}, accepted"
-            raise equivalence.NotEquivalent(f"{text} {accepted:.1e}", error=error, accepted=accepted)
+            raise equivalence.NotEquivalent(f"{text} {accepted:.1e}")
 
 
 def channel_error(expected: Any, found: Any) -> float:
@@ -435,7 +435,7 @@ def _check_outputs(run: Streamed, segment: str, outputs: Sequence[str]) -> None:
                     f"{segment}: {name} differs from the original after all segments before: relative error"
                 )
                 text += f" {error:.1e}, accepted {accepted:.1e}"
-                raise equivalence.NotEquivalent(text, error=error, accepted=accepted)
+                raise equivalence.NotEquivalent(text)
 
 
 def _check_inside(

@@ -22,7 +22,7 @@ from twinop.system.quiet import quiet
 
 from . import decoders, equivalence, inputs, masks
 from . import graph as g
-from .comparison import DEFECT, SMALL_MASKS, Comparison
+from .comparison import DEFECT, UNKNOWN, Comparison
 from .hidden import places, shown
 from .inputs import draws_random, read_npz
 from .segments import Part, Segment, cut, extract, is_shared
@@ -33,6 +33,7 @@ from .symbolic_shapes import infer_shapes, infer_types
 from .weight_check import check_weights
 
 Names = Sequence[str]
+SMALL_MASKS = "masks of numbers such as -10000 stay as they are: they may not hide large scores"
 _KEPT = 16  # kinds whose inputs are kept for the comparison in 16 bits; layers may be of as many kinds
 
 
@@ -64,7 +65,6 @@ class Verifier:
         self.opset = source.base.graph.opset_imports.get("")
         self.comparisons = dict[tuple[str, ...], Comparison]()
         self.accepted = dict[str, float]()  # the errors of kinds of segments in fp32
-        self.failed: Comparison | None = None  # that of the last NotEquivalent
         self.known: equivalence.Reference | None = None  # inputs, and what segments have computed for them
         self.given: tuple[list[inputs.Case], inputs.Sizes] | None = None  # the user's inputs
 
@@ -270,26 +270,24 @@ class Verifier:
         if self.whole is not None:  # it is known now which masks hide padding
             self.whole.reference = self._placed(self.whole.reference, self.source.original)
         while True:
-            self.failed = None
             try:
                 context = self.apply(kept)
                 self.source.report.error = self._error_of(context)
                 self._note_sizes()
                 return kept, context
             except equivalence.NotEquivalent as reason:
-                why = self._cause(reason)
-                if why == SMALL_MASKS and masks.forget_finite(self.source.base.graph):
-                    self.source.report.add_note(f"{why}, and stay as they are")
+                if not reason.rewrite and masks.forget_small(self.source.base.graph):
+                    self.source.report.add_note(SMALL_MASKS)
                     continue
                 if len(kept) == len(names):
                     self._verify_unchanged()
                 name = reason.rewrite or self.first_wrong(kept, self._error_of)
-                self.source.report.reverted[name] = f"{reason}: {why}"
+                self.source.report.reverted[name] = f"{reason}: {DEFECT if reason.rewrite else UNKNOWN}"
                 kept.remove(name)
 
     def _error_of(self, context: g.RewriteContext) -> float:
         """Returns the error of a form in fp32; raises NotEquivalent if it fails, or that is too large."""
-        self.failed, largest, model = None, 0.0, context.model
+        largest, model = 0.0, context.model
         segments = [] if self.whole else cut(self.source.loaded, model)
         for before, part in self._kinds(model, segments):
             kind, label = (before[-1].kind, before[-1].name) if before else ("", "")
@@ -301,7 +299,6 @@ class Verifier:
                 try:
                     error = comparison.check(self.source.form(part))
                 except equivalence.NotEquivalent as reason:
-                    self.failed = comparison
                     raise reason.within(label) from reason
                 if before:
                     self.accepted[kind] = error
@@ -309,9 +306,6 @@ class Verifier:
                         comparison.forget()
             largest = max(largest, error)
         return largest
-
-    def _cause(self, reason: equivalence.NotEquivalent) -> str:
-        return DEFECT if self.failed is None else self.failed.cause(reason)
 
     def first_wrong(self, names: Names, check: Callable[[g.RewriteContext], object]) -> str:
         """Returns the pass with which `check` fails and without which it does not; it fails with all."""
@@ -338,7 +332,7 @@ class Verifier:
             elif opset != target:
                 why = f"onnx's conversion of opset {opset} changes it. Export it with opset {target}"
             else:
-                why = self._cause(reason)
+                why = UNKNOWN
             raise ExportError(f"the model without any rewrite {reason}: {why}") from None
 
     def _note_sizes(self) -> None:

@@ -17,7 +17,6 @@ from twinop.optimize import graph as g
 from twinop.optimize import invariance, passes
 from twinop.optimize.cached_attention import SHARED_CACHES
 from twinop.optimize.rewrite import Rewrite, fused, skipped
-from twinop.optimize.standard_ops import REPLACED
 from twinop.optimize.symbolic_shapes import infer_shapes, infer_types
 
 X = "(float[2, 6, 8] x, float[2, 6, 8] z) => (float[2, 6, 8] y)"
@@ -180,10 +179,6 @@ CASES = [
         f"{X} {{ a = Add (x, z) y = custom_domain.CustomRmsNorm (a, C) }}",
         f"{X} {{ a = Add (x, C) y = custom_domain.CustomRmsNorm (a, C) }}",
         "the terms of the sum are not known to have its shape"),
-    Case("replace", {"add": 1}, {"CustomAdd"},
-        f"{X} {{ y = Add (x, z) }}",
-        "(int64[2] x, int64[2] z) => (int64[2] y) { y = Add (x, z) }",
-        "no op that is to replace it has its inputs"),
     Case("quantised_gates", {"linear_q_swiglu": 1}, {"CustomLinearQSwiglu"},
         f"{HALF} {{ {BLOCKS} u = {BLOCKS[4:]} s = custom_domain.CustomSilu (g) y = Mul (s, u) }}",
         f"{HALF} {{ y = Mul (rows, rows) }}",
@@ -220,7 +215,7 @@ def context_of(name: str, text: str) -> g.RewriteContext:
     used = {key: array for key, array in CONSTANTS.items() if re.search(rf"\b{key}\b", text)}
     model = ir.from_proto(parsed(text, **used))
     is_invariant = name != "linear_fp8"  # whose sums have no fixed order
-    model.graph.meta.update({SHARED_CACHES: True, REPLACED: ("add",), invariance.INVARIANT: is_invariant})
+    model.graph.meta.update({SHARED_CACHES: True, invariance.INVARIANT: is_invariant})
     with registered_schemas([each for each in RECORDS.values() if not each.is_backward]):
         infer_types(model)
         infer_shapes(model)
