@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 
@@ -16,7 +16,7 @@ from twinop.errors import ExportError, TwinopError, option
 from twinop.model.weights import narrow
 from twinop.record.tolerance import MAX_USABLE_ERROR
 
-from . import equivalence, inputs
+from . import equivalence
 from .inputs import hides_left
 from .segments import Part
 from .sliced import run_any as run
@@ -25,7 +25,6 @@ from .widen import round_results
 
 DEFECT = "this is a defect of twinop, please report it"
 UNKNOWN = f"it may be rounding, or ONNX Runtime {ort.__version__}; otherwise {DEFECT}"
-_OF_SIZES = 1e-2  # an error of broadcasting is larger
 
 
 @dataclass
@@ -36,13 +35,11 @@ class Comparison:
     model: ir.Model  # the original, or an extracted part of it
     original: Form  # the same as it runs
     reference: equivalence.Reference
-    of_size_1: Mapping[str, inputs.Case] = field(default_factory=dict)
     part: Part | None = None  # which part it is; None for the whole
     last: Form | None = None  # the form that ran last
 
     def __post_init__(self) -> None:
         self.noise, self.library = cache(self._noise), self.source.user_ops.libraries or None
-        self.with_size_1 = dict(zip(self.of_size_1, self._run_of_size_1(self.original), strict=True))
 
     def _noise(self) -> equivalence.Errors:
         nudged = self.source.form(equivalence.nudge_weights(self.model.clone()))
@@ -73,25 +70,6 @@ class Comparison:
     @property
     def is_forgotten(self) -> bool:
         return not self.reference.cases
-
-    def failing_sizes(self) -> list[str]:
-        """Returns for which of `of_size_1` the form that ran last fails, and the original does not."""
-        if not any(self.with_size_1.values()) or self.last is None:
-            return []
-        own = self.with_size_1
-        cases, outputs = [*self.of_size_1.values()], [*own.values()]
-        reference = replace(self.reference, cases=cases, outputs=outputs, edge=[])
-        errors = zip(own, reference.errors(self._run_of_size_1(self.last)), strict=True)
-        return [name for name, row in errors if own[name] and not max(row, default=inf) <= _OF_SIZES]
-
-    def _run_of_size_1(self, form: Form) -> equivalence.Outputs:
-        """Returns the outputs for `of_size_1`, none where a run fails, without ONNX Runtime's own
-        optimizations: these take names for sizes."""
-        try:
-            cases = [*self.of_size_1.values()]
-            return run(form.what, self.library, cases, required=0, optimize=False).outputs if cases else []
-        except (NotRunnable, TwinopError):
-            return [[] for _ in self.of_size_1]
 
     def check_16_bits(self, result: Form, plain: ir.Model | None, plain_form: Form | None) -> float | None:
         """Compares a form in 16 bits, and the original in 16 bits, with the original in fp32.

@@ -1,7 +1,6 @@
 """Generates inputs for a model from nothing but its graph."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +26,6 @@ _RANDOM = {
 }  # fmt: skip
 MOST = 18_000_000  # elements of all inputs, of which there are several cases; or of a mask
 _MOST_OVERRIDDEN = 2**20  # elements of an initializer that is an input, too
-_MOST_OF_SIZE_1 = 16  # cases
 _EDGE: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "inputs of zeros": np.zeros_like,
     "inputs of ones": np.ones_like,
@@ -200,23 +198,6 @@ def edge_cases(model: ir.Model, case: Case, hidden: Sequence[str]) -> dict[str, 
             for key, array in masks.items()
         }
     return found
-
-
-def of_size_1(model: ir.Model, case: Case) -> dict[str, Case]:
-    """Returns a case again, with size 1 of each axis whose name another input has, too: ONNX does not say
-    that they are equal, and the original may broadcast them. The first ids of several inputs are those of all
-    sequences."""
-    found, seen = dict[str, Case](), set[g.Dim]()
-    values = [each for each in model.graph.inputs if str(each.name) in case and not is_cache(each)]
-    counts = Counter(dim for value in values for dim in {*(g.dims(value) or ())})
-    for value in values:
-        name, is_float = str(value.name), value.dtype is not None and value.dtype.is_floating_point()
-        for axis, dim in enumerate(g.dims(value) or ()):
-            is_shared = isinstance(dim, str) and counts[dim] > 1 and (is_float or dim in seen)
-            if is_shared and case[name].shape[axis] > 1:
-                found[f"size 1 of {dim} in {name}"] = case | {name: case[name].take([0], axis)}
-        seen.update(g.dims(value) or ())
-    return dict([*found.items()][:_MOST_OF_SIZE_1])
 
 
 def _other(array: np.ndarray) -> np.ndarray:

@@ -140,10 +140,7 @@ class Verifier:
         allowed = source.options.allow_uncompared or is_inside
         for note in (*reference.skipped, *reference.uncompared(model.graph, allowed)):
             report.add_note(note)
-        of_inputs = {str(value.name) for value in source.original.graph.inputs}
-        of_size_1 = inputs.of_size_1(model, {k: v for k, v in reference.cases[0].items() if k in of_inputs})
-        cases = {name: reference.cases[0] | case for name, case in of_size_1.items()}
-        return Comparison(source, model, form, reference, cases, part)
+        return Comparison(source, model, form, reference, part)
 
     def _comparison_of(self, segments: Sequence[Segment], again: bool = True) -> Comparison | None:
         """Returns the comparison of the last segment, or the whole model; `again`: also if it was forgotten.
@@ -273,7 +270,6 @@ class Verifier:
             try:
                 context = self.apply(kept)
                 self.source.report.error = self._error_of(context)
-                self._note_sizes()
                 return kept, context
             except equivalence.NotEquivalent as reason:
                 if not reason.rewrite and masks.forget_small(self.source.base.graph):
@@ -334,14 +330,6 @@ class Verifier:
             else:
                 why = UNKNOWN
             raise ExportError(f"the model without any rewrite {reason}: {why}") from None
-
-    def _note_sizes(self) -> None:
-        """Notes for which sizes of 1 the last form fails, and the original does not: it broadcasts them."""
-        failing = (name for each in self.comparisons.values() for name in each.failing_sizes())
-        if names := ", ".join(dict.fromkeys(failing)):
-            self.source.report.add_note(
-                f"it fails for {names}, which the original broadcasts: axes of one name must have one size"
-            )
 
     # ----------------------------------------------------------------------------- what was written
 

@@ -13,7 +13,7 @@ from other_sizes import both
 
 from twinop import deploy, torch_op
 from twinop.export import export
-from twinop.model.folding import fold_constants
+from twinop.model.folding import fold_constants, hidden
 
 ZEROS = np.zeros((2, 3), np.float32)
 NUMBERS = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32)
@@ -137,3 +137,10 @@ def test_what_is_almost_an_activation_stays(case: tuple[str, dict[str, float], b
     arrays = {name: np.array(number, np.float32) for name, number in given.items()}
     _, model = optimized(parsed(f"{LINEAR} {{ d = Div (x, root) {text} }}", **arrays), tmp_path)
     assert ("CustomGelu" in types(model)) is is_one and "CustomSilu" not in types(model)
+
+
+def test_what_is_hidden_comes_back_after_an_error() -> None:
+    graph = ir.Graph([], [], nodes=[ir.node("Abs", [None])], opset_imports={"": 20})
+    with pytest.raises(ZeroDivisionError), hidden(ir.Model(graph, ir_version=10), lambda node: True):
+        raise ZeroDivisionError
+    assert [node.domain for node in graph] == [""] and graph.opset_imports == {"": 20}

@@ -320,7 +320,7 @@ BROADCASTS = {
     "made", often(BROADCASTS, "ada_layer_norm", "swiglu", "attention", "embed_layer_norm", "rotary embedding")
 )
 def test_equal_names_are_no_equal_sizes(made: str, device: str, tmp_path: Path) -> None:
-    """ONNX Runtime does not enforce them. The result refuses what the original broadcasts; a note says so."""
+    """ONNX Runtime does not enforce them. What the original broadcasts, the result refuses or computes."""
     if device == "cpu" and made in ("addcmul", "linear"):
         return  # for CUDA alone
     given, body = BROADCASTS[made]
@@ -350,7 +350,6 @@ def test_equal_names_are_no_equal_sizes(made: str, device: str, tmp_path: Path) 
     old, new = (run(path, report.libraries or None, cases, **options).outputs for path in files)
     pairs = [each for each in zip(old, new, strict=True) if each[0]]
     assert len(pairs) > 2 and pairs[0][1]
-    assert all(found for _, found in pairs) or any("it fails for size 1 of" in each for each in report.notes)
     for expected, found in pairs:
         if found:
             np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-5)
