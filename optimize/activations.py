@@ -53,8 +53,6 @@ class Activations(
         op = name.removesuffix("_tanh")
         if name == "quick_gelu":
             return g.Skipped("ONNX Runtime fuses it", "quick GELU")
-        if op not in self.context.records:
-            return g.Skipped("no op computes it", name)
         reason = _SLOWER_ON_CPU.get(op) if self.context.device == "cpu" else None
         if reason and not (name == "silu" and _is_gate(node.outputs[0])):
             return g.Skipped(reason, name)

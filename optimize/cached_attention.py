@@ -81,7 +81,7 @@ class CachedAttention(
             "eps": g.attribute(node, "qk_norm_epsilon", 1e-6),
         }
         inputs = [qkv, *past, position, given["total"], cos_sin, norms, sinks]
-        name, likes = context.records["attention_cached"].onnx_name, [node.outputs[0], *past]
+        name, likes = context.type_of("attention_cached"), [node.outputs[0], *past]
         made = g.add_like(node, name, inputs, attributes, likes, domain=DOMAIN)
         label(g.maker(made[0]), "attention over a cache")
         made[0].type = made[0].type or qkv.type
@@ -102,7 +102,7 @@ def _packed(context: g.RewriteContext, node: ir.Node, given: dict[str, ir.Value]
     values = [given[name] for name in ("query", "key", "value")]
     if (whole := g.whole_of(values, -1)) is not None:
         return whole
-    if matmuls := matmuls_of_one(context, values):
+    if matmuls := matmuls_of_one(values):
         return merge(context, matmuls)
     shape = [*(g.dims(values[0]) or [None])[:-1], width]
     merged = quantised.merge(context, node, values)

@@ -68,14 +68,20 @@ class RewriteContext:
 
     def op_nodes(self, op: str) -> list[ir.Node]:
         """Returns the graph's nodes of one of twinop's ops, in order."""
-        return self.nodes(self.records[op].onnx_name, domain=DOMAIN)
+        return self.nodes(self.records[op].onnx_name, domain=DOMAIN) if op in self.records else []
+
+    def type_of(self, op: str) -> str:
+        """Returns the node type of one of twinop's ops; Skipped: the library was built without it."""
+        if op not in self.records:
+            raise Skipped(f"the library has no op {op}")
+        return self.records[op].onnx_name
 
     def add_op(
         self, before: ir.Node, op: str, inputs: Inputs, shape: Dims | None = None, **attributes: Any
     ) -> ir.Value:
         """Inserts a node of one of twinop's ops; by default its output has the shape of its first input."""
         shape = dims(inputs[0]) if shape is None else shape
-        return add(before, self.records[op].onnx_name, inputs, attributes, domain=DOMAIN, shape=shape)
+        return add(before, self.type_of(op), inputs, attributes, domain=DOMAIN, shape=shape)
 
 
 def producer(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Node | None:

@@ -26,9 +26,10 @@ class _NormInput(Rewrite[list[ir.Value]]):
         """Puts one node of `op` in the place of a norm and the sum that it reads."""
         total = norm.inputs[0]
         assert total is not None
-        record, old = self.context.records[op], [norm.outputs[0], total]
+        name, old = self.context.type_of(op), [norm.outputs[0], total]
+        record = self.context.records[op]
         kept = {name: each.value for name, each in norm.attributes.items() if record.attribute(name)}
-        new = g.add_like(norm, record.onnx_name, [*inputs, *norm.inputs[1:]], kept, old, domain=DOMAIN)
+        new = g.add_like(norm, name, [*inputs, *norm.inputs[1:]], kept, old, domain=DOMAIN)
         label(g.maker(new[0]), op, *_labels_of(total))
         normal = new[0]
         if g.FP32 in g.maker(total).meta and g.FP32 not in norm.meta:  # the readers of the norm have 16 bits
@@ -42,8 +43,7 @@ class AddNorm(_NormInput, key="add_norm", ops=("layer_norm", "rms_norm")):
 
     def match(self, node: ir.Node) -> list[ir.Value] | str:
         total = node.inputs[0]
-        add = self.context.records["add"].onnx_name
-        addition = g.producer(total, "Add") or g.producer(total, add, domain=DOMAIN)
+        addition = g.producer(total, "Add") or g.producer(total, "CustomAdd", domain=DOMAIN)
         if addition is None:
             return "it norms no sum"
         if not _is_fusible(node):
@@ -56,8 +56,7 @@ class AddNorm(_NormInput, key="add_norm", ops=("layer_norm", "rms_norm")):
         return terms
 
     def apply(self, node: ir.Node, match: list[ir.Value]) -> None:
-        is_layer_norm = node.op_type == self.context.records["layer_norm"].onnx_name
-        self.fuse(node, "add_layer_norm" if is_layer_norm else "add_rms_norm", match)
+        self.fuse(node, "add_layer_norm" if node.op_type == "CustomLayerNorm" else "add_rms_norm", match)
 
 
 class EmbedNorm(_NormInput, key="embed_norm", ops=("layer_norm",)):

@@ -32,7 +32,7 @@ class NormIntoMatmul(
     def match(self, node: ir.Node) -> _Match | str:
         if not self.context.op_nodes("attention_cached"):
             return "the model has no attention over a cache"
-        count = self._terms(node)
+        count = _terms(node)
         terms, (weight, *bias) = node.inputs[:count], [*node.inputs, None][count:]
         output, row = node.outputs[0], g.constant(weight)
         is_last = g.attribute(node, "axis", -1) in (-1, g.rank(terms[0]) - 1)
@@ -41,10 +41,10 @@ class NormIntoMatmul(
         if output.is_graph_output() or not output.uses():
             return "it is an output of the graph"
         row = row.astype(np.float32) + g.attribute(node, "offset", 0)
-        x = terms[0] if count == 1 else _sum(self.context, node)
+        x = terms[0] if count == 1 else _sum(node)
         if x is None:
             return "no term is a matmul to which the other one can be added"
-        found = [_scaled(self.context, use.node, output, row) for use in output.uses()]
+        found = [_scaled(use.node, output, row) for use in output.uses()]
         if any(tensor is None for tensor in found):
             return "a reader is no matmul that can norm its input"
         return x, [tensor for tensor in found if tensor is not None]
@@ -57,7 +57,7 @@ class NormIntoMatmul(
             reader.replace_input_with(0, x)
             reader.attributes["rms_eps"] = ir.AttrFloat32("rms_eps", g.attribute(node, "eps", 1e-6))
             label(reader, "norms in matmuls")
-        if self._terms(node) == 2:
+        if _terms(node) == 2:
             matmul, [other] = g.maker(x), [term for term in node.inputs[:2] if term is not x]
             matmul.resize_inputs(_RESIDUAL + 1)
             matmul.replace_input_with(_RESIDUAL, other)
@@ -67,16 +67,15 @@ class NormIntoMatmul(
                 ir.convenience.replace_all_uses_with(value, x)
         g.prune(node)
 
-    def _terms(self, norm: ir.Node) -> int:
-        return 2 if norm.op_type == self.context.records["add_rms_norm"].onnx_name else 1
+
+def _terms(norm: ir.Node) -> int:
+    return 2 if norm.op_type == "CustomAddRmsNorm" else 1
 
 
-def _scaled(
-    context: g.RewriteContext, node: ir.Node, x: ir.Value, row: np.ndarray
-) -> ir.TensorProtocol | None:
+def _scaled(node: ir.Node, x: ir.Value, row: np.ndarray) -> ir.TensorProtocol | None:
     """Returns the weight of a matmul times a row, or None if the matmul cannot norm its input x."""
-    names = [context.records[op].onnx_name for op in ("linear", "linear_swiglu")]
-    is_matmul = node.domain == DOMAIN and node.op_type in names and not why_not_invariant(node)
+    is_matmul = node.domain == DOMAIN and node.op_type in ("CustomLinear", "CustomLinearSwiglu")
+    is_matmul = is_matmul and not why_not_invariant(node)
     if not is_matmul or g.attribute(node, "rms_eps", 0.0) > 0:
         return None
     weight, tensor = node.inputs[1], g.tensor(node.inputs[1])
@@ -94,13 +93,13 @@ def _scaled(
     return weights.cast(exact, tensor.dtype) if error**0.5 <= unit * size**0.5 else None
 
 
-def _sum(context: g.RewriteContext, norm: ir.Node) -> ir.Value | None:
+def _sum(norm: ir.Node) -> ir.Value | None:
     """Returns the term of a norm's sum that is a matmul to which the other one can be added, or None."""
-    terms, name = norm.inputs[:2], context.records["linear"].onnx_name
+    terms = norm.inputs[:2]
     if terms[0] is terms[1] or any(value.is_graph_output() for value in norm.outputs[1:]):
         return None
     for term in terms:
-        matmul = g.producer(term, name, domain=DOMAIN)
+        matmul = g.producer(term, "CustomLinear", domain=DOMAIN)
         if term is None or matmul is None or g.only_user(term) is not norm:
             continue
         if g.attribute(matmul, "activation", "none") == "none" and not any(matmul.inputs[_RESIDUAL:]):

@@ -34,7 +34,7 @@ class PackedAttention(
         sizes, parts = _sizes(node), node.inputs[:3]
         if sizes is None:
             return "its heads or its number of tokens are not those of the kernel, or not known"
-        qkv, matmuls = g.whole_of(parts, -1), matmuls_of_one(self.context, parts)
+        qkv, matmuls = g.whole_of(parts, -1), matmuls_of_one(parts)
         if (qkv is None and not matmuls) or {g.last_dim(each) for each in parts} != {sizes[2]}:
             return "q, k and v are not the thirds of one tensor, nor matmuls of one tensor"
         given = {index: value for index, value in enumerate(node.inputs) if value is not None}

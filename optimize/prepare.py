@@ -1,6 +1,5 @@
 """Brings a model into the form that the rewrites match: fp32, constants folded, shapes known."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 
@@ -13,13 +12,12 @@ from onnx_ir.passes.common import (
     RemoveUnusedFunctionsPass,
     RemoveUnusedNodesPass,
 )
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-from twinop.deploy.ort_runs import NotRunnable, run
-from twinop.errors import ExportError, TwinopError
+from twinop.errors import ExportError
 from twinop.model.attach import OPSETS
 from twinop.model.folding import fold_constants, hidden
 from twinop.model.schema import registered_schemas
-from twinop.record.names import BUILT_IN
 from twinop.record.op_spec import OpSpec
 from twinop.system.quiet import quiet
 
@@ -63,7 +61,8 @@ def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], user_ops: U
     that has another opset than the model. ExportError: they call each other in a circle."""
     ours = {record.node_type for record in records.values()}
     bodies = {key: model.functions.pop(key) for key in [*model.functions] if key[:2] in ours}
-    for key in [each for each in model.functions if _is_registered(model, *each[:2])]:
+    registered = {(each.domain, each.name) for each in get_all_operator_schema()} if model.functions else ()
+    for key in [each for each in model.functions if each[:2] in registered]:
         del model.functions[key]
     RemoveUnusedFunctionsPass()(model)
     notes = list[str]()
@@ -82,19 +81,6 @@ def inline_functions(model: ir.Model, records: Mapping[str, OpSpec], user_ops: U
     user_ops.count_inlined(done.id_count)  # type: ignore[attr-defined]
     user_ops.detach(model, records, bodies)
     return notes
-
-
-def _is_registered(model: ir.Model, domain: str, name: str) -> bool:
-    """Whether ONNX Runtime has an op of this name: then its error is about the inputs that are missing."""
-    if domain and not BUILT_IN.fullmatch(domain):
-        return False
-    graph = ir.Graph([], [], nodes=[ir.node(name, [], domain=domain)], opset_imports=model.opset_imports)
-    proto = ir.to_proto(ir.Model(graph, ir_version=model.ir_version))
-    try:
-        run(proto.SerializeToString(), False)
-    except (NotRunnable, TwinopError) as error:
-        return not re.search("is not a registered function/op|No Op registered for", str(error))
-    return True
 
 
 def _convert_opset(model: ir.Model) -> None:

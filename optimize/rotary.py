@@ -85,7 +85,7 @@ class Rotary(
         else:
             inputs = [*heads, *(_sequences(match, each) for each in angles)]
             attributes: dict[str, str | int] = {"layout": match.match.layout, "head_size": _head_size(match)}
-            name = self.context.records["rope"].onnx_name
+            name = self.context.type_of("rope")
             results = g.add_like(pair[1].node, name, inputs, attributes, heads, domain=DOMAIN)
         label(g.maker(results[0]), "rotary embedding" + " of q and k" * (len(pair) == 2))
         for each, result in zip(pair, results, strict=True):

@@ -223,6 +223,17 @@ def context_of(name: str, text: str) -> g.RewriteContext:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_library_of_few_ops(case: Case) -> None:
+    """Built with TWINOP_OPS: what it lacks is not written, and the report says so."""
+    context = context_of(case.name, case.text)
+    before = types(context.model).keys()
+    context.records = {}
+    ALL[case.name](context)(context.model)
+    written = {each for each in types(context.model).keys() - before if each.startswith("Custom")}
+    assert not written and all("the library has no op" in each for each in skipped(context.model))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_what_a_rewrite_writes_and_skips(case: Case) -> None:
     context = context_of(case.name, case.text)
     assert ALL[case.name](context)(context.model).modified
