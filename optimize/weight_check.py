@@ -302,11 +302,11 @@ def _zeros(found: np.ndarray, at: int, pool: Pool) -> int:
 def _is_held(source: Constant, pieces: Sequence[_Piece]) -> bool:
     """Whether pieces together are a constant, or hold one that is equal to it."""
     for axis, view in source.views():
-        end = 0
-        for piece in sorted((each for each in pieces if each.axis == axis), key=lambda each: each.start):
-            if piece.source.key == source.key and piece.start <= end:
-                end = max(end, piece.start + len(piece.lines))
-        if end == len(view):
+        own = [each for each in pieces if each.axis == axis and each.source.key == source.key]
+        spans, end = [*source.unread, *((each.start, each.start + len(each.lines)) for each in own)], 0
+        for start, stop in sorted(spans):
+            end = max(end, stop) if start <= end else end
+        if own and end == len(view):
             return True
     alike = {each.source for each in pieces if each.source.array.shape == source.array.shape}
     lines = next(source.views())[1]

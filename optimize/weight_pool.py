@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 from typing import Any
 
@@ -26,6 +26,7 @@ _HIDING = -9984.0  # what bfloat16 has for -10000, which hides a score
 _DEFAULTS, _ATTENTION = [1e-5, 1e-6, 1e-12], "CustomAttentionCached"  # eps of nodes without
 _DEPTH = 5  # nodes between a weight and where its product is split
 Factor = tuple[np.ndarray, float | None]
+Span = tuple[Any, Any]  # where a part starts and stops
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,8 @@ class Constant:
     key: object  # of the tensor: parts that share it have the same
     array: np.ndarray
     cuts: set[int] = field(default_factory=set)  # where the original splits it, or a product with it
-    is_required: bool = False  # whether a result must hold it
+    is_required: bool = False  # whether a result must hold it, but for parts that nothing reads
+    unread: Sequence[tuple[int, int]] = ()  # those parts, as where they start and stop
     slack: float | None = None  # what numbers may differ by, beside their last two bits; None: they are equal
 
     def views(self) -> Iterator[tuple[int, np.ndarray]]:
@@ -118,7 +120,8 @@ def pool_of(model: ir.Model) -> Pool:
             is_large = value in stored and array.ndim > 1 and array.nbytes >= _LARGE and is_weight
             key = id(stored[value]) if value in stored else value
             is_required = is_large and bool(readers) and ("in bytes", key) not in in_bytes
-            found.append(Constant(str(value.name), key, array, _cuts(value, known), is_required))
+            cuts, unread = _cuts(value, known)
+            found.append(Constant(str(value.name), key, array, cuts, is_required, unread))
     for node in model.graph:
         if node.op_type == "BatchNormalization" and known.keys() >= {*node.inputs[1:]}:
             rows, bias = _batch_norm(node, known)
@@ -179,11 +182,24 @@ def _batch_norm(node: ir.Node, known: Mapping[ir.Value, np.ndarray]) -> tuple[li
     return [scale, np.repeat(scale, inner)][: 1 + (inner > 1)], constant
 
 
-def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> set[int]:
-    """Returns where the nodes behind a constant split it, or what they compute with it."""
-    found, waiting = set[int](), [(value, 0)]
+def _unread(source: ir.Value) -> list[Span]:
+    """Returns the parts of a value that nothing reads, if only Splits and Slices along one axis do."""
+    outputs = [value for node in source.consumers() for value in node.outputs if g.is_read(value)]
+    for axis, size in zip((0, -1), [each for each in [g.dims(source)] if each] * 2, strict=False):
+        parts = [g.part_of(value, axis) for value in outputs]
+        if parts and None not in parts:
+            spans = sorted(part[1:] for part in parts if part is not None)
+            ends = [0, *accumulate((stop for _, stop in spans), max)]
+            return [*zip(ends, [*(start for start, _ in spans), size[axis]], strict=True)]
+    return []
+
+
+def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> tuple[set[int], list[Span]]:
+    """Returns where the nodes behind a constant split it, or what they compute with it, and `_unread`."""
+    found, unread, waiting = set[int](), list[Span](), [(value, 0)]
     while waiting:
         source, depth = waiting.pop()
+        unread += _unread(source)
         for node in {use.node for use in source.uses()}:
             arrays = [known[each] for each in node.inputs[1:3] if each and each in known]
             rows = [array.reshape(-1)[:9].tolist() for array in arrays]
@@ -192,7 +208,7 @@ def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> set[int]:
             found |= {each for row in rows for each in row} if node.op_type == "Slice" else set()
             if node.op_type in _BETWEEN and depth < _DEPTH:
                 waiting += [(each, depth + 1) for each in node.outputs]
-    return found
+    return found, unread
 
 
 def eps_of(model: ir.Model) -> set[float]:

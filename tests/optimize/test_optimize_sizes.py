@@ -116,6 +116,21 @@ def test_two_inputs_with_sizes_that_weights_fix(tmp_path: Path) -> None:
     assert report.fused == {"linear": 1}
 
 
+def test_a_loop_of_no_trips_keeps_the_sizes_of_one(tmp_path: Path) -> None:
+    """ONNX Runtime returns [0, 0, 0] then."""
+    text = """(float[N, 8] x, int64 n) => (float[K, N, 8] z, float[N, 8] y) {
+        v, z = Loop (n, , x) <body = l (int64 i, bool m, float[P, Q] s)
+        => (bool k, float[P, Q] t, float[P, R] q) { k = Identity (m) t = Tanh (s) q = Sin (s) }>
+        y = MatMul (x, w) }"""
+    np.savez(tmp_path / "in.npz", x=weights(3, 8), n=0)
+    for given in (None, tmp_path / "in.npz"):
+        options = {"inputs_file": given, "allow_uncompared": True}
+        _, model = optimized(parsed(text, w=weights(8, 8)), tmp_path, **options)
+        assert [str(dim) for dim in model.graph.outputs[0].shape or ()] == ["K", "N", "8"]
+    assert equivalence.relative_error(np.ones((0, 3)), np.ones((0, 0))) == 0.0
+    assert equivalence.relative_error(np.ones((0, 3)), np.ones((2, 3))) == np.inf
+
+
 @pytest.mark.parametrize("shape", ["N, 999999, 999999", "N, 65536, 1024"])
 def test_inputs_that_are_too_large(shape: str, tmp_path: Path) -> None:
     text = f"(float[{shape}] x) => (float[N, 1, 1] y) {{ y = ReduceMax (x) }}"

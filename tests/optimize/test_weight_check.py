@@ -167,6 +167,22 @@ def test_a_row_that_was_not_there_is_all_one_number(of: int) -> None:
         check({"w": W}, {"w": W, "row": row})
 
 
+@pytest.mark.parametrize(
+    "text", ["a, b = Split <axis = -1, num_outputs = 2> (p)", "a = Slice (p, i0, i24, i1)"]
+)
+def test_a_part_that_nothing_reads_may_be_missing(text: str) -> None:
+    proto = parsed(
+        f"(float[N, 96] x) => (float[N, 24] y) {{ p = MatMul (x, w) {text} y = Identity (a) }}",
+        w=W.astype(np.float32), i0=np.array([0]), i24=np.array([24]), i1=np.array([1]),
+    )  # fmt: skip
+    source = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+    parts = Segment("the model", Part([], ["y"]), Part([], ["y_r"]), "")
+    first, last = (model_of({"r": W.astype(np.float32).T[held]}) for held in (slice(24), slice(24, None)))
+    assert check_weights(source, first, [parts]) == []
+    with pytest.raises(NotEquivalent, match="it lacks w, or a part of it"):
+        check_weights(source, last, [parts])
+
+
 def test_a_weight_is_missing() -> None:
     with pytest.raises(NotEquivalent, match="differs in the model: it lacks k, or a part of it"):
         check({"q": Q, "k": draw(64, 96)}, {"r": Q})
