@@ -3,7 +3,6 @@
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from twinop.errors import BuildError, TwinopError
 from twinop.export import export
 from twinop.libraries.declare import load_module
 from twinop.libraries.kernel_op import describe_source
-from twinop.libraries.library import Library, needed_libraries, read_library
+from twinop.libraries.library import Library, needed_libraries
 from twinop.testing.one_node import make_session, one_node_model
 
 pytest.importorskip("triton", reason="kernels in Python need it")
@@ -164,30 +163,3 @@ def test_ops_of_one_name(tmp_path: Path) -> None:
     second.write_text(second.read_text().replace("body=", 'domain="one_name", body='))
     with pytest.raises(BuildError, match=r"second.py:\d+: one_name is an op of one_name.py:\d+, too"):
         build(find_project([file, second], "one_name"), options=Options("80"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_kernels_of_nvcc_and_of_triton(tmp_path: Path) -> None:
-    file = mish_file(tmp_path, "with_cube")
-    cube = Path(__file__).parents[1] / "ops/cube.h"
-    library = build(find_project([file, cube]), tmp_path / "libwith_cube.so", Options("80,90")).library
-    devices = {name: record.devices for name, record in read_library(library.path).records.items()}
-    both = ("cpu", "cuda")
-    assert devices["cube"] == devices["cube_backward"] == devices["with_cube"] == both
-    assert library.cuda_version and library.cuda_archs == "80-real,90-real,80-virtual"
-    x = torch.linspace(-5, 5, 33)
-    torch.testing.assert_close(torch_op.load(library.path).functions["cube"](x), x**3)
-
-
-@pytest.mark.cuda
-def test_a_kernel_that_disagrees_with_the_body(tmp_path: Path) -> None:
-    file = mish_file(tmp_path, "disagrees")
-    file.write_text(file.read_text().replace("body=torch.nn.functional.mish", "body=torch.sin"))
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    env = {name: value for name, value in env.items() if not name.startswith("PYTEST")}
-    twinop = [sys.executable, "-m", "twinop"]
-    subprocess.run([*twinop, "build", file.name], cwd=tmp_path, env=env, check=True)
-    done = subprocess.run([*twinop, "test", file.name], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "disagrees::disagrees(x: float32" in done.stdout and "first wrong element: y[" in done.stdout

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from launchers import pointers, record, sized
+from launchers import record, sized
 from record_driver import ROOT
 
 from twinop.errors import BuildError, RecordError
 from twinop.libraries.declare import load_module
-from twinop.triton.recorder import TracedLaunch
 from twinop.triton.trace import trace
 
 pytest.importorskip("triton", reason="kernels in Python need it")
@@ -51,47 +50,6 @@ def test_compiled_in_one_graph(device: str) -> None:
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         for x, mask in calls(device)[:2]:
             assert torch.equal(compiled(x, mask), x[mask] * 2)
-
-
-WRONG_COUNT = """
-@triton.jit
-def wrong_kernel(x, y, count, n):
-    tl.store(count, n + 1)
-
-
-@twinop.triton_op("wrong_count(Tensor x) -> Tensor", body=lambda x: x, sizes="n <= x[0]", shapes="y = [n]")
-def wrong_count(x):
-    y, count = torch.empty_like(x), torch.zeros(1, dtype=torch.int64, device=x.device)
-    wrong_kernel[(1,)](x, y, count, x.numel())
-    return y, count
-"""
-
-
-@pytest.mark.cuda
-def test_a_wrong_count_and_cuda_graphs(tmp_path: Any) -> None:
-    file = tmp_path / "wrong_count.py"
-    file.write_text(
-        "import torch\nimport triton\nimport triton.language as tl\n\nimport twinop\n\n" + WRONG_COUNT
-    )
-    with pytest.raises(RecordError, match=r"counted n = 4, expected 0 to x\[0\] = 3: a defect of the kernel"):
-        load_module(file).wrong_count(torch.randn(3, device="cuda"))
-    x, mask = calls("cuda")[0]
-    EXAMPLE.masked_compact(x, mask)
-    with (
-        pytest.raises(RecordError, match="are data-dependent, so the call synchronizes with the GPU"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        EXAMPLE.masked_compact(x, mask)
-
-
-def test_its_plans_write_the_sizes_of_the_call() -> None:
-    op = EXAMPLE.masked_compact
-    samples = [*op.calls("float32", 48), *sized(x=(None,), mask=(None,))]
-    traced = trace(op.record, op.launcher, samples)
-    assert traced.record.texts["shapes"] == "y = [n]" and traced.record.texts["sizes"] == "n <= numel(x)"
-    *_, last = traced.plans[0].steps
-    assert isinstance(last, TracedLaunch)
-    assert pointers(last) == [("input", 0), ("input", 1), ("temporary", 0), ("output", 0), ("counts", 0)]
 
 
 def without_sizes(x):

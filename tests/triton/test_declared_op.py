@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from kernel_ops import mish_file
-from user_ops import output_of
 
 import twinop
 from twinop.errors import ExportError, RecordError, TwinopError
@@ -161,17 +160,6 @@ def test_cuda_tensors_run_the_kernels(mish: KernelOp) -> None:
         assert x.grad is not None and x.grad.isfinite().all()
 
 
-def test_the_import_needs_neither_torch_nor_triton_of_twinop(tmp_path: Path) -> None:
-    """`import twinop` and the declaration itself import nothing heavy."""
-    code = (
-        "import sys, twinop\n"
-        "@twinop.triton_op('act(Tensor x) -> Tensor', body=lambda op, x: op.Relu(x), domain='light')\n"
-        "def act(x): ...\n"
-        "print(sorted({'torch', 'triton', 'onnx', 'numpy'} & {*sys.modules}), act)"
-    )
-    assert output_of(code, tmp_path, fresh=True) == "[] <op light::act>\n"
-
-
 def declare(schema: str = "act(Tensor x) -> Tensor", **options: Any) -> Callable[[Any], KernelOp]:
     given: dict[str, Any] = {"body": torch.relu, "domain": "mistakes"} | options
     return twinop.triton_op(schema, **given)
@@ -223,21 +211,15 @@ def _named(parameters: str) -> Any:
         ("act(Tensor x) > Tensor", "expected name(arguments) -> results"),
         ("act(x) -> Tensor", "'x' is not an argument; expected one of Tensor"),
         ("act(Tensor x, flot a=1) -> Tensor", "'flot a=1' is not an argument"),
-        ("act(float a) -> Tensor", "an op needs at least one Tensor"),
         ("act(float a, Tensor x) -> Tensor", "tensors come before attributes"),
         ("act(Tensor x, int n=1.5) -> Tensor", "its default is not of type int"),
-        ("act(Tensor x=None) -> Tensor", "only a Tensor? has a default"),
         ("act(Tensor x) -> int", "it returns Tensor"),
-        ("act(Tensor x) -> (Tensor y, int n)", "it returns Tensor"),
         ("act(Tensor x) -> (Tensor, Tensor)", "several results have names"),
         ("act(Tensor x, float x=1) -> Tensor", "x names two things"),
         (f"act(Tensor {'x' * 48}) -> Tensor", "has more than 47 characters"),
-        (f"act({', '.join(f'Tensor x{i}' for i in range(17))}) -> Tensor", "it has 17 arguments"),
         ("act(Tensor x,\n    flot a) -> Tensor", "'flot a' is not an argument"),
         ("act(Tensor(a!) x) -> Tensor(a!)", "it does not return its Tensor(a!)"),
         ("act(Tensor x) -> ()", "an op that returns nothing writes an input"),
-        ("act(Tensor(a!) x, Tensor(a!) y) -> ()", "has a letter of its own"),
-        ("act(Tensor(a!)? x=None) -> ()", "'Tensor(a!)? x=None' is not an argument"),
         ("act(Tensor(a) x) -> ()", "'Tensor(a) x' is not an argument"),
         ("act(Tensor(a!) x, Tensor x_out) -> ()", "x_out names two things"),
     ],
@@ -259,11 +241,8 @@ def test_schemas_that_do_not_parse(schema: str, said: str) -> None:
         ({"shapes": "y = x[:-1] + [é]"}, "shape `x[:-1] + [é]`: `é` is not in the language of shapes"),
         ({"input_shapes": "x = x; w"}, "record: `w`; expected entries `name = value`"),
         ({"choices": "mode = a | b; mode = c"}, "record: `mode = c`; expected entries `name = value`"),
-        ({"limits": "n > 0; n = 3"}, "limits: `n = 3`: expected `axis of x`"),
         ({"limits": "n > 0.5"}, "limits: `n > 0.5`: expected"),
         ({"limits": "mode in 0 | 1"}, "`mode in 0 | 1`: expected `axis of x` or `n in 0 | 1` for an int"),
-        ({"limits": "n > 0; eps > 0"}, "`eps > 0`: expected"),
-        ({"limits": "n of w"}, "`n of w`: expected `axis of x`"),
     ],
 )
 def test_texts_that_do_not_parse(texts: dict[str, str], said: str) -> None:
@@ -297,14 +276,9 @@ def test_samples_that_do_not_fit(samples: Any, said: str) -> None:
         given.calls("float32", 4)
 
 
-def test_triton_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(TwinopError, match=r"Triton cannot be imported: .* pip install 'twinop\[triton\]'"):
-        declare(domain="absent")(_named("x"))(torch.ones(2))
-
-
 @pytest.mark.parametrize(("module", "install"), [("triton", r"'twinop\[triton\]'"), ("helion", "helion$")])
 def test_absent_modules(module: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's file imports them itself."""
     monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "lonely.py").write_text(f"import {module}\n")
     with pytest.raises(TwinopError, match=f"lonely.py cannot be imported: .*pip install {install}"):

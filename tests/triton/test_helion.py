@@ -22,7 +22,6 @@ from twinop.triton.trace import trace
 
 pytest.importorskip("triton", reason="kernels in Python need it")
 SHAPES = [(1, 1), (1, 5000), (7, 1), (300, 1024)]
-SAMPLES = [{"x": torch.empty(m, n), "residual": torch.empty(m, n)} for m in (1, 3) for n in (1, 48)]
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +49,6 @@ def written(kernel: Any, args: Sequence[Any], folder: Path, name: str, alone: bo
     assert ("import default_launcher" in code) != alone
     (folder / f"{name}.py").write_text(code)
     return load_module(folder / f"{name}.py")
-
-
-@pytest.mark.slow  # Helion needs seconds for each; the file that it wrote is compared below
-def test_a_plan_has_the_launch_of_helions_own_code(softmax: Any, tmp_path: Path) -> None:
-    entry = record("f", "x", "residual", input_shapes="residual = x")
-    plans = trace(entry, softmax.add_softmax.launcher, SAMPLES)
-    assert plans.notes == ()
-    for index, shape in enumerate(SHAPES[1::2]):
-        shapes = [shape, shape]
-        given, name = [torch.empty(shape) for _ in "xr"], f"helion_own_{index}"
-        own = written(softmax.add_softmax_kernel, given, tmp_path, name, True)
-        plan = chosen(plans, shapes)
-        assert evaluated(plan, shapes) == direct(own.add_softmax_kernel, shapes)
-        assert plan.steps[0].kernel.src == own._helion_add_softmax_kernel.src
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -128,15 +113,6 @@ def test_sizes_that_a_kernel_specializes(kernels: Any) -> None:
     assert [evaluated(first(n), [(n,)])[0][1] for n in (16, 40)] == [(1, 1, 1), (3, 1, 1)]
     [refusal] = first(41).steps
     assert isinstance(refusal, Refuse) and "Helion wrote for_known_sizes for the sizes" in refusal.message
-
-
-def test_sizes_that_no_sample_has(softmax: Any) -> None:
-    """Helion asked whether there is one row; only a sample with more is there."""
-    entry = record("f", "x", "residual", input_shapes="residual = x")
-    plans = trace(entry, softmax.add_softmax.launcher, SAMPLES[-1:])
-    [refusal] = chosen(plans, [(1, 48)] * 2).steps
-    assert isinstance(refusal, Refuse)
-    assert "for the sizes of the samples, and no sample has such" in refusal.message
 
 
 @pytest.mark.parametrize(

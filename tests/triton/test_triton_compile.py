@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
 from ahead_kernels import (
     add_kernel,
     assert_kernel,
     big_kernel,
     calling_kernel,
-    copy_rows_kernel,
     counter_kernel,
     dependent_kernel,
     gelu_kernel,
@@ -27,8 +25,8 @@ from ahead_kernels import (
     wrong_kernel,
 )
 
-from twinop.aot_kernels.expression import constant, size
-from twinop.aot_kernels.plan import Fill, Launch, Plan, Pointer
+from twinop.aot_kernels.expression import size
+from twinop.aot_kernels.plan import Launch
 from twinop.errors import BuildError
 from twinop.triton.compile import Compiled, compile_kernels
 from twinop.triton.intercept import label_of
@@ -97,18 +95,6 @@ def test_what_older_gpus_cannot_run_has_no_ptx(kernel: Any, options: dict[str, A
     }
 
 
-def test_plans_keep_their_other_steps_and_share_kernels() -> None:
-    fill = Fill(Pointer("temporary", 0), constant(4))
-    traced = Plan(1, (2, None), (fill, gelu_launch(), gelu_launch()), (size(0, 0),), (constant(4),))
-    (first, second), kernels = compile_plans([traced, plan_of(gelu_launch())], (80,), ptx=False)
-    assert (first.combination, first.ranks) == (1, (2, None))
-    assert (first.guards, first.temporaries) == (traced.guards, traced.temporaries)
-    assert first.steps[0] is fill
-    assert first.steps[1] == first.steps[2] == second.steps[0]
-    assert len(kernels) == 3
-    assert [image.arch for image in kernels[0].images] == ["80"]
-
-
 def test_a_kernel_that_needs_32_bits_gets_a_general_variant_of_32_bits() -> None:
     launch = launch_of(counter_kernel, pointer("y_ptr", "output", dtype="int32"), number("n", size(0, 0)))
     (plan,), _ = compile_plans([plan_of(launch)], (80,), ptx=False)
@@ -116,20 +102,6 @@ def test_a_kernel_that_needs_32_bits_gets_a_general_variant_of_32_bits() -> None
     assert isinstance(step, Launch)
     assert [variant.parameters[1] for variant in step.variants] == [(1, "i32")] * 3
     assert step.variants[-1].requirements == ()
-
-
-def test_a_kernel_with_much_code_has_two_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twinop.triton.launches._LARGE", 1000)  # more takes ptxas seconds
-    launch = launch_of(
-        copy_rows_kernel, pointer("x_ptr", "input"), pointer("y_ptr", "output"), number("rows", size(0, 0)),
-        number("stride", size(0, 1)), number("columns", size(0, 1)), BLOCK=1024, options={"num_warps": 4},
-    )  # fmt: skip
-    (plan,), kernels = compile_plans([plan_of(launch)], (80,), ptx=False)
-    (step,) = plan.steps
-    assert isinstance(step, Launch)
-    first, _, _, general = (variant.requirements for variant in variants(launch))
-    assert [variant.requirements for variant in step.variants] == [first, general]
-    assert len(kernels) == 2
 
 
 def test_limits_of_offsets_of_32_bits() -> None:
@@ -206,18 +178,3 @@ def test_too_much_shared_memory() -> None:
 def test_an_unknown_architecture() -> None:
     message = refusal(gelu_launch(), archs=(80, 42))
     assert message.startswith("compute capability 42: Triton 3.") and "it knows 75, 80, 86," in message
-
-
-def test_a_race_in_cpython_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPython 3.11 may refuse to parse source text in several threads at once."""
-    real, failed = triton.compiler.compile, list[bool]()
-
-    def compile_after_a_failure(*arguments: Any, **options: Any) -> Any:
-        if not failed:
-            failed.append(True)
-            raise SystemError("AST constructor recursion depth mismatch (before=33, after=28)")
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(triton.compiler, "compile", compile_after_a_failure)
-    (plan,), kernels = compile_plans([plan_of(gelu_launch("bfloat16"))], (90,))
-    assert failed and len(plan.steps) == 1 and len(kernels) == 3

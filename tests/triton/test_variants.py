@@ -104,18 +104,6 @@ def test_two_ints_in_all_their_kinds() -> None:
             assert assumed_by(launch, variant) == true, (rows, columns)
 
 
-def test_constants_are_specialised_by_value() -> None:
-    launch = launch_of(
-        copy_rows_kernel, pointer("x_ptr", "input"), pointer("y_ptr", "output"), number("rows", size(0, 0)),
-        number("stride", 1), number("columns", 64), BLOCK=64,
-    )  # fmt: skip
-    special, *_, general = variants(launch)
-    assert special.kernel.constants == {(3,): 1, (5,): 64}
-    assert (4,) in special.kernel.attributes
-    assert special.parameters == ((0, POINTER), (1, POINTER), (2, "i32"), (4, "i32"))
-    assert general.parameters == ((0, POINTER), (1, POINTER), (2, "i64"), (4, "i32"))
-
-
 def test_annotations_and_do_not_specialize() -> None:
     launch = launch_of(
         typed_kernel,
@@ -143,23 +131,6 @@ def test_an_unknown_option_is_refused() -> None:
     launch = launch_of(add_kernel, *gelu_launch().arguments, options={"num_wraps": 4}, BLOCK=8)
     with pytest.raises(BuildError, match=r"add_kernel, ahead_kernels.py:\d+: Triton does not take these"):
         variants(launch)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("n", [1000, 1024, 4096 + 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_triton_launches_the_kernel_of_the_chosen_variant(n: int, dtype: str) -> None:
-    import torch
-
-    x = torch.randn(n, device="cuda").to(getattr(torch, dtype))
-    y = torch.empty_like(x)
-    launch = gelu_launch(dtype)
-    made = launch.kernel[(8,)](x, y, n, BLOCK=1024, enable_fp_fusion=True)
-    addresses = [Address(tensor.data_ptr(), dtype) for tensor in (x, y)]
-    source = chosen_variant(variants(launch), [*addresses, n]).kernel
-    attributes = {place: value for place, value in made.src.attrs.items() if value}
-    assert (made.src.signature, made.src.constants) == (source.signature, source.constants)
-    assert attributes == source.attributes
 
 
 SIZES = (0, 1, 15, 16, 48, 2**31 - 1, 2**31, 2**31 + 16)
