@@ -26,26 +26,7 @@ from twinop.libraries.built import changed_since
 from twinop.libraries.declare import library_beside
 from twinop.libraries.library import read_library
 
-CPU = Options(cpu=True)
-MODULE = """
-import torch
-import twinop
-
-library_path = twinop.library_beside(__file__)
-
-
-@twinop.op
-def times(op, x):
-    return op.Add(x, x)
-
-
-class Net(torch.nn.Module):
-    def forward(self, x):
-        return times(x)
-
-    def example_inputs(self):
-        return torch.ones(2, 3)
-"""
+CPU = Options(cpu=True, debug=True)  # optimizing takes a third of a compiler's time
 
 
 def test_the_library_runs_in_onnx_runtime(times: Built) -> None:
@@ -60,7 +41,7 @@ def test_the_library_runs_in_onnx_runtime(times: Built) -> None:
 
 
 def test_only_what_changed_is_compiled(times: Built, tmp_path: Path) -> None:
-    folder = tmp_path / "ein Ordner ü"  # a space and a letter that is not ASCII
+    folder = tmp_path / "ein Ordner ü $b's (c) #d, e&f@g"  # what shells, CMake and ninja could take apart
     folder.mkdir()
     (folder / "factor.h").write_text("#define THREE 3\n")
     header = folder / "times.h"
@@ -79,21 +60,18 @@ def test_only_what_changed_is_compiled(times: Built, tmp_path: Path) -> None:
     assert read_library(output).records.keys() == {"times"}
 
 
-def test_what_ninja_does_not_see_is_compiled_again(tmp_path: Path) -> None:
-    """A damaged build tree; an older file in the place of a newer one: ninja looks at times; a copy."""
-    header, output = tmp_path / "times.h", tmp_path / "build/libtimes.so"
-    header.write_text(tiny(factor="4"))
-    build(find_project([header]), output, CPU)
-    for damage in ("CMakeLists.txt", "ninja/.ninja_log"):
-        (tmp_path / "build/.libtimes" / damage).unlink()
-        assert "compiling times.h" in build(find_project([header]), output, CPU).compiled, damage
+def test_what_ninja_does_not_see_is_compiled_again(times: Built, tmp_path: Path) -> None:
+    """A copy; a damaged build tree; an older file in the place of a newer one: ninja looks at times."""
+    copy = shutil.copytree(times.library.path.parents[1], tmp_path / "copy")
+    header, output = copy / "times.h", copy / "build/libtimes.so"
+    header.write_text(tiny(factor="6"))
+    copied = build(find_project([header]), output, CPU).library
+    assert copied.records["times"].gradients[0].text == "6 * grad"
+    (copy / "build/.libtimes/CMakeLists.txt").unlink()
+    assert "compiling times.h" in build(find_project([header]), output, CPU).compiled
     header.write_text(tiny(factor="5"))
     os.utime(header, (1, 1))
     assert "compiling times.h" in build(find_project([header]), output, CPU).compiled
-    copy = shutil.copytree(tmp_path, tmp_path / "copy")
-    (copy / "times.h").write_text(tiny(factor="6"))
-    copied = build(find_project([copy / "times.h"]), copy / "build/libtimes.so", CPU).library
-    assert copied.records["times"].gradients[0].text == "6 * grad"
 
 
 def test_the_command_in_a_pipe(times: Built, tmp_path: Path) -> None:
@@ -120,12 +98,13 @@ def test_files_of_one_name_and_a_source_without_ops(tmp_path: Path) -> None:
     assert built.compiled.count("compiling op.h") == 2 and "compiling op.cpp" in built.compiled
 
 
-def test_debug_and_sanitizers(tmp_path: Path) -> None:
+def test_debug_sanitizers_and_warnings(tmp_path: Path) -> None:
     header = tmp_path / "times.h"
-    header.write_text(tiny())
-    options = Options(cpu=True, debug=True, sanitize="undefined")
-    library = build(find_project([header]), options=options).library.path
-    symbols = subprocess.run(["nm", "-C", str(library)], capture_output=True, text=True, check=True).stdout
+    header.write_text(tiny().replace("return {};", "int unused; return {};"))
+    built = build(find_project([header]), options=Options(cpu=True, debug=True, sanitize="undefined"))
+    assert any("unused variable" in note for note in built.notes)
+    command = ["nm", "-C", str(built.library.path)]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "twinop::LaunchtTimes" not in symbols and "LaunchCpu" not in symbols
     assert "__ubsan_handle" in symbols and "Launchtimes" in symbols  # not stripped
 
@@ -136,7 +115,7 @@ from pathlib import Path
 from twinop.building.builder import build
 from twinop.building.project import Options
 from twinop.building.project import find_project
-built = build(find_project([Path(sys.argv[1])]), Path(sys.argv[2]), Options(cpu=True))
+built = build(find_project([Path(sys.argv[1])]), Path(sys.argv[2]), Options(cpu=True, debug=True))
 print(len(built.library.records))
 """
 
@@ -176,28 +155,6 @@ def test_an_interrupted_build_leaves_no_library(tmp_path: Path, how: int) -> Non
     program(compiler, 'exec c++ "$@"')
     subprocess.run(command, env=os.environ | {"CXX": str(compiler)}, check=True)
     assert read_library(output).records.keys() == {"times"}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
-def test_cuda(tmp_path: Path) -> None:
-    """A kernel of one's own, beside a CUDA file without ops; its name makes one of twinop's, LaunchKernel."""
-    made = twinop("new", "launch", "--kind", "kernel", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
-    folder = tmp_path / "launch"
-    (folder / "helper.cu").write_text(
-        "namespace { __global__ void Nothing() {} }\nvoid Run() { Nothing<<<1, 1>>>(); }\n"
-    )
-    text = (folder / "pyproject.toml").read_text()
-    (folder / "pyproject.toml").write_text(text.replace('["launch.h"]', '["launch.h", "helper.cu"]'))
-    (tmp_path / "inner.h").write_text(tiny("inner_backward").replace("CPU_OP", "OP"))
-    (folder / "launch.h").write_text(f'#include "../inner.h"\n{(folder / "launch.h").read_text()}')
-    done = twinop("build", "launch", "--archs", "90", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    library = read_library(tmp_path / "build" / "liblaunch.so")
-    assert library.cuda_archs == "90"
-    assert {each.devices for each in library.records.values()} == {("cpu", "cuda")}
-    assert library.records["launch"].outputs == ("y", "total")
 
 
 def test_a_header_that_changes_while_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,22 +206,6 @@ def test_a_library_that_is_older_than_its_sources(old: Path) -> None:
     assert changed_since(library) == ""
 
 
-@pytest.mark.slow
-def test_commands_name_a_library_that_is_older_than_its_sources(old: Path) -> None:
-    """Once each: the file, the library and the cure."""
-    (old / "times.py").write_text(MODULE)
-    node = helper.make_node("CustomTimes", ["x"], ["y"], domain="times")
-    (old / "times.onnx").write_bytes(model([node], {"x": FLOAT}, {"y": FLOAT}, times=1).SerializeToString())
-    said = f"{old / 'factor.h'} has changed since {old / 'build/libtimes.so'} was built"
-    commands = "run times.onnx", "doctor times.onnx", "export times.py:Net", "optimize net.onnx -o o.onnx"
-    for command in (*commands, "test -k nothing"):
-        done = twinop(*command.split(), cwd=old)
-        assert (done.stdout + done.stderr).count(said) == 1, (command, done.stdout, done.stderr)
-    call = "import torch, times; times.times(torch.ones(2)); times.times(torch.ones(2))"
-    done = subprocess.run([sys.executable, "-c", call], cwd=old, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr.count(said) == 1, done.stderr
-
-
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match=r"no C\+\+ compiler found \(c\+\+, g\+\+, clang\+\+\). Install one"):
@@ -309,11 +250,10 @@ def test_nvcc_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDACXX", str(other))
     found = find_nvcc()
     assert found is not None and found.version == "13.1.99"
-    for old in ("11.8", "12.3"):
-        path = program(tmp_path / old, lines.replace("12.4", old))
-        monkeypatch.setenv("CUDACXX", str(path))
-        with pytest.raises(BuildError, match=f"{path} is of CUDA {old}.99, .* need CUDA 12.4 or later"):
-            find_nvcc()
+    path = program(tmp_path / "12.3", lines.replace("12.4", "12.3"))
+    monkeypatch.setenv("CUDACXX", str(path))
+    with pytest.raises(BuildError, match=f"{path} is of CUDA 12.3.99, .* need CUDA 12.4 or later"):
+        find_nvcc()
     monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")
     with pytest.raises(BuildError, match="CUDACXX=/nowhere/nvcc: no such program"):
         find_nvcc()

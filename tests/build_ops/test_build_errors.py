@@ -20,7 +20,7 @@ from twinop.errors import BuildError, TwinopError
 from twinop.record.record_checks import check_record
 from twinop.record.schema_text import record_of
 
-CPU = Options(cpu=True)
+CPU = Options(cpu=True, debug=True)
 
 
 @pytest.fixture
@@ -108,23 +108,12 @@ def test_what_compilers_say(said: str, message: str) -> None:
     assert message in str(error) and said in (error.output, str(error).splitlines()[0])
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("return {};", "return wrong;", "times.h:10: ‘wrong’ was not declared in this scope"),
-        pytest.param(
-            "twinop/record/registry.h",
-            "nothing.h",
-            "times.h:3: nothing.h: No such file or directory",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_an_error_in_the_source(header: Path, old: str, new: str, message: str) -> None:
+def test_an_error_in_the_source(header: Path) -> None:
     """The message has the user's file and line, and comes last; --verbose shows the compiler's text."""
-    header.write_text(header.read_text().replace(old, new))
-    for options in ((), ("--verbose",)) if "wrong" in new else ((),):
-        done = twinop("build", "times.h", "--cpu", *options, cwd=header.parent, LC_ALL="C.UTF-8")
+    header.write_text(header.read_text().replace("return {};", "return wrong;"))
+    message = "times.h:10: ‘wrong’ was not declared in this scope"
+    for options in ((), ("--verbose",)):
+        done = twinop("build", "times.h", "--cpu", "--debug", *options, cwd=header.parent, LC_ALL="C.UTF-8")
         before, found, said = done.stderr.rpartition("error: ")
         assert done.returncode == 1 and found and said.startswith(message), done.stderr
         assert ("error: " in before) == bool(options) and "/ops/times.0.cpp" not in done.stderr
@@ -136,7 +125,6 @@ def test_an_error_in_the_source(header: Path, old: str, new: str, message: str) 
     ("old", "new", "message"),
     [
         ("(Tensor x)", "(Tensor x, int[] n=[1, a])", "does not parse: a number is wanted"),
-        ("(Tensor x)", 'x, "\n    "Tensor y)', "does not parse: a token is missing"),
         ('Tensor")', 'Tensor").limits("a > 0")', "does not parse: a record's limits name no"),
         ('Record("times', 'Record("other', "static assertion failed: the schema has another name"),
     ],
@@ -172,22 +160,24 @@ def test_what_no_compiler_refuses_in_a_record(arguments: str, texts: dict[str, s
 
 def test_two_ops_of_one_name_in_onnx(header: Path) -> None:
     header.write_text(tiny() + tiny("Times"))
-    done = twinop("build", "times.h", "--cpu", cwd=header.parent)
-    assert done.stderr == "error: ops Times and times are both CustomTimes in ONNX. Rename one of them\n"
+    said = "ops Times and times are both CustomTimes in ONNX. Rename one of them"
+    with pytest.raises(TwinopError, match=f"^{said}$"):
+        build(find_project([header]), options=CPU)
 
 
 def test_a_header_with_ops_that_another_one_includes(header: Path) -> None:
     header.with_name("more.h").write_text('#include "times.h"\n' + tiny("more"))
-    done = twinop("build", "--cpu", "--debug", cwd=header.parent)
-    assert "two source files register the op times, as where one header includes another" in done.stderr
+    with pytest.raises(TwinopError, match="two source files register the op times, as where one header incl"):
+        build(find_project([header.parent]), options=CPU)
 
 
 def test_a_formula_that_is_no_python_ends_a_build(header: Path) -> None:
     header.write_text(header.read_text().replace("2 * grad", "2 * grad *"))
-    done = twinop("build", "times.h", "--cpu", cwd=header.parent)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    message = "derivative `x = 2 * grad *` is not a Python expression: invalid syntax"
-    assert done.stderr.startswith(f"error: times::times: {message}")
+    message = re.escape(
+        "times::times: derivative `x = 2 * grad *` is not a Python expression: invalid syntax"
+    )
+    with pytest.raises(TwinopError, match=message):
+        build(find_project([header]), options=CPU)
     assert not (header.parent / "build/libtimes.so").exists()
 
 
@@ -226,21 +216,6 @@ def test_headlines_of_nvcc(header: Path, monkeypatch: pytest.MonkeyPatch, said: 
     assert found.startswith(expected)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_nvcc_and_gcc_say_the_same_of_a_record(header: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(header.parent)
-    source = header.read_text().replace("TWINOP_CPU_OP", "TWINOP_OP")
-    header.write_text(source.replace('Tensor")', 'Tensor").limits("a > 0")'))
-    heads = []
-    for options in (CPU, Options("90")):
-        with pytest.raises(BuildError) as error:
-            build(find_project([header]), options=options)
-        heads.append(str(error.value))
-    assert heads[0].startswith("times.h:13: the record does not parse: a record's limits name no attribute")
-    assert heads[0] == heads[1]
-
-
 @pytest.mark.parametrize(
     ("said", "message"),
     [
@@ -249,36 +224,17 @@ def test_nvcc_and_gcc_say_the_same_of_a_record(header: Path, monkeypatch: pytest
             "  TWINOP_CUDA_ARCHS=75: this nvcc (nvcc) does not know\n  architecture 75\nCall Stack:\n  x:3\n",
             "--archs 75: this nvcc (nvcc) does not know architecture 75",
         ),
-        ("CMake Error: The source is gone\n", "The source is gone"),
         (
             'CMake Error at CMakeTestCXXCompiler.cmake:73 (message):\n  The C++ compiler\n\n    "c++"\n\n'
             "  is not able to compile a simple test program.\n\n  It fails with the following output:\n\n"
             "    cannot find -lm\n\n  \n\nCall Stack\n",
             'The C++ compiler "c++" is not able to compile a simple test program.',
         ),
-        (
-            "CMake Error at x:\n  unsupported GNU version! gcc versions later than 13 are not supported!\n",
-            "nvcc does not support this gcc; it supports gcc up to 13. Install g++-13, and build with "
-            "CXX=g++-13",
-        ),
     ],
 )
 def test_errors_of_cmake(said: str, message: str) -> None:
     error = cmake_error(said)
     assert str(error) == message and error.output in ("", said.strip())
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_an_architecture_that_nvcc_does_not_know(header: Path) -> None:
-    header.write_text(header.read_text().replace("TWINOP_CPU_OP", "TWINOP_OP"))
-    with pytest.raises(BuildError, match="^--archs hopper,90: this nvcc .* does not know architecture"):
-        build(find_project([header]), options=Options("hopper,90"))
-
-
-def test_warnings_are_notes(header: Path) -> None:
-    header.write_text(header.read_text().replace("return {};", "int unused; return {};"))
-    built = build(find_project([header]), options=CPU)
-    assert any("unused variable" in note for note in built.notes)
 
 
 @pytest.mark.parametrize("character", ['"', ";", "[", "]", "\\", "<", "|", "${", "\udce9"])
@@ -289,13 +245,6 @@ def test_a_folder_that_cmake_cannot_read(character: str, tmp_path: Path) -> None
     said = f"CMake cannot build in or from a path with {character!r}. Rename the folder"
     with pytest.raises(BuildError, match=re.escape(said)):
         build(find_project([header]), tmp_path / "build/libtimes.so", CPU)
-
-
-def test_a_folder_with_other_signs(tmp_path: Path) -> None:
-    folder = tmp_path / "a $b's (c) #d, e&f@g"
-    folder.mkdir()
-    (folder / "times.h").write_text(tiny())
-    assert twinop("build", "times.h", "--cpu", cwd=folder).returncode == 0
 
 
 def test_a_folder_that_is_a_file(times: Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -352,70 +301,3 @@ def test_no_nvcc_is_a_note(times: Built, tmp_path: Path) -> None:
         pytest.skip("nvcc is where it is found without PATH")
     done = twinop("build", "both.h", cwd=tmp_path, **path)
     assert done.returncode == 0 and "note: no nvcc found (CUDACXX, PATH, CUDA_HOME, " in done.stderr
-
-
-ELEMENTWISE = """
-#include "twinop/elementwise.h"
-#include "twinop/math/math.h"
-
-namespace twinop {
-
-inline float Own(float x) { return x; }
-inline double Own(double x) { return x; }
-
-template <class T>
-struct Odd {
-  TWINOP_INLINE T operator()(T x) const {
-    T y = EXPRESSION;
-    y += x;
-    return y != x ? y : 0.0f;
-  }
-};
-
-REGISTER
-
-}  // namespace twinop
-"""
-UNARY = 'TWINOP_ELEMENTWISE(odd, Odd, Record("odd(Tensor x) -> Tensor"))'
-ON_CPU = 'TWINOP_CPU_OP(odd, Record("odd(Tensor x) -> Tensor").elementwise(), elementwise::Launcher<Odd>)'
-ROWWISE = """
-#include "twinop/rowwise.h"
-
-namespace twinop {
-
-inline float Own(float x) { return x; }
-inline double Own(double x) { return x; }
-
-template <class T>
-struct Odd : rowwise::Defaults {
-  using One = rowwise::Values<T, 1>;
-  using None = rowwise::Values<T, 0>;
-  using Phases = rowwise::Reductions<rowwise::kSum>;
-  static constexpr auto kRows = rowwise::Names("x");
-  T total{};
-  TWINOP_INLINE One Term(rowwise::Phase<0>, One& row, const None&) const { return {{row[0]}}; }
-  TWINOP_INLINE void Finish(rowwise::Phase<0>, const One& sum) { total = sum[0]; }
-  TWINOP_INLINE One Result(const One& row, const None&) const {
-    const T x = row[0] - total;
-    return {{EXPRESSION}};
-  }
-};
-
-TWINOP_ROWWISE(odd, Odd, Record("odd(Tensor x) -> Tensor").rows("-1"))
-
-}  // namespace twinop
-"""
-
-
-@pytest.mark.parametrize("source", [ELEMENTWISE.replace("REGISTER", UNARY), ROWWISE], ids=["element", "row"])
-def test_a_build_for_the_cpu_refuses_what_cuda_cannot_compile(source: str) -> None:
-    """On CUDA, the T of 16-bit types is no float: a function of floats alone does not take it."""
-    said = read_by_compiler(source.replace("EXPRESSION", "Own(x)")).stderr
-    assert re.search(r"error: .*Own\(.*ApproxFloat", said), said[:2000]
-    wanted = "std::sin(x) + T(float(x)) * std::pow(x, T(2)) + Erf(x) + Max(x, T(1)) + T(0.5 * double(x))"
-    assert read_by_compiler(source.replace("EXPRESSION", wanted)).stderr == ""
-
-
-def test_an_op_for_the_cpu_alone_may_take_what_it_likes() -> None:
-    source = ELEMENTWISE.replace("REGISTER", ON_CPU).replace("EXPRESSION", "Own(x)")
-    assert read_by_compiler(source).stderr == ""

@@ -253,12 +253,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     [
         (["--symbol", "nope"], "nothing defines __tvm_ffi_nope. An object file that wants more"),
         (["--symbol", "no::pe"], "--symbol no::pe: expected the name of a C function, such as scale"),
-        (["--symbol", "3d"], "--symbol 3d: expected the name of a C function"),
         (["--device", "tpu"], "--device tpu: expected cpu, cuda, both"),
         (["--record", "dtype=float32"], "--record dtype: expected <name>=<text>, with a name of dtypes, "),
         (["--record", "shapes=y = z"], "z"),
         (["--record", "sizes=n <= x[0]", "--record", "shapes=y = [n]"], "cannot count the sizes of outputs"),
-        (["--schema", "op(Tensor x)"], "op schema: expected name(arguments) -> results"),
         (["text.o"], "text.o: not an object file (ELF). Expected what a compiler writes with -c"),
         (["other.o"], "other.o: built for aarch64, this machine is"),
         (["short.o"], "short.o: the file is damaged or cut short"),
@@ -304,11 +302,6 @@ def test_what_the_linker_refuses(tmp_path: Path) -> None:
     assert "nothing defines TVMBackendGetFuncFromEnv, TVMFFIFunctionCall. An object file" in result.stderr
     result = said(tmp_path, "no_pic.o", *op)
     assert result.exit_code == 1 and "no_pic.o: compiled without -fPIC" in result.stderr
-    # What an archive has is the linker's to know.
-    (tmp_path / "more.c").write_text("int TVMFFIFunctionCall(void) { return 0; }")
-    subprocess.run(["ar", "rc", tmp_path / "libmore.a", compiled(tmp_path / "more.c")], check=True)
-    result = said(tmp_path, "wants.o", "libmore.a", *op)
-    assert result.exit_code == 1 and "nothing defines TVMBackendGetFuncFromEnv. An" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -347,7 +340,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(scale, Launch);
 
 @pytest.mark.cuda
 def test_a_cuda_object(tmp_path: Path) -> None:
-    """On the caller's stream, in torch and its CUDA graphs, and in ONNX Runtime: the bits of the CPU."""
+    """On the caller's stream, in torch and in ONNX Runtime: the bits of the CPU."""
     (tmp_path / "scale.cu").write_text(ON_CUDA)
     nvcc = find_nvcc()
     assert nvcc is not None
@@ -371,12 +364,6 @@ def test_a_cuda_object(tmp_path: Path) -> None:
         y = op(late, by=0.3)
     stream.synchronize()
     assert torch.equal(y, late * torch.tensor(0.3, device="cuda"))
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        y = op(x, by=2.0)
-    x.fill_(3)
-    captured.replay()
-    assert torch.equal(y, torch.full_like(x, 6))
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(built.library.path))
     node = helper.make_node("CustomScale", ["x"], ["y"], domain="scaled", by=0.3)

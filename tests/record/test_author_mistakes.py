@@ -58,7 +58,12 @@ TWO_SUMS = (
      "rowwise::Values<T, 2> Term(rowwise::Phase<0>, One& x, const None&) const { return {x[0], x[0]}; }"),
     ("const One& total", "const rowwise::Values<T, 2>& total"),
 )  # fmt: skip
+OWN, MINE = (("template <class T>", f"float {f}(float x); double {f}(double x);\ntemplate <class T>")
+             for f in ("Own", "Mine"))  # fmt: skip
 MISTAKES = [
+    # On CUDA, the T of 16-bit types is no float: a build for the CPU refuses what CUDA cannot compile.
+    (ELEMENTWISE, [OWN, ("slope * x", "Own(slope * x)")], "'Own(twinop::ApproxFloat)'"),
+    (ROWWISE, [MINE, ("Rsqrt(total[0])", "Mine(total[0])")], "'Mine(const twinop::ApproxFloat&)'"),
     (ELEMENTWISE, [('"slope"_name', '"slop"_name')], "the op's schema has no attribute of this name"),
     (ELEMENTWISE, [("AttributeOf<float>", "AttributeOf<bool>")], "declares this attribute with another kind"),
     (ELEMENTWISE, [("AttributeOf<float>", "AttributeOf<double>")], "an attribute is a std::int64_t (int)"),
