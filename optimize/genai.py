@@ -1,7 +1,8 @@
 """Optimises a folder of onnxruntime-genai, the one that `og.Model` opens.
 
 The decoder's model is optimised. Everything else goes along as it is, but for genai_config.json, whose
-session options of the decoder get the library. genai takes one library, in the folder.
+session options of the decoder get the library. genai takes one library, in the folder: where a model needs
+several, a small one is compiled that registers them.
 """
 
 import errno
@@ -11,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import reduce
@@ -46,6 +48,32 @@ _KINDS = {
     f"{_DECODER}.session_options.provider_options": list,
 }  # fmt: skip
 _TEXTS: dict[type, str] = {dict: "an object", str: "a text", list: "a list"}
+_JOINED = "libtwinop_genai.so"
+_JOINS = """#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+typedef void* (*Register)(void*, const void*);
+typedef struct { void* (*create_status)(int, const char*); } Api; /* the first function of OrtApi */
+typedef struct { const Api* (*get_api)(unsigned); } Base;
+void* RegisterCustomOps(void* options, const void* base) {
+  static const char* const names[] = {NAMES, 0};
+  char path[4096];
+  Dl_info self;
+  dladdr((void*)&RegisterCustomOps, &self);
+  const char* slash = strrchr(self.dli_fname, '/');
+  const int length = slash != 0 ? (int)(slash - self.dli_fname) + 1 : 0;
+  for (int i = 0; names[i] != 0; ++i) {
+    snprintf(path, sizeof path, "%.*s%s", length, self.dli_fname, names[i]);
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    Register add = library != 0 ? (Register)dlsym(library, "RegisterCustomOps") : 0;
+    if (add == 0) return ((const Base*)base)->get_api(1)->create_status(1, dlerror());
+    void* status = add(options, base);
+    if (status != 0) return status;
+  }
+  return 0;
+}
+"""
 
 
 def optimize_folder(
@@ -127,7 +155,7 @@ def _finish(source: Path, folder: Path, files: Sequence[Path], config: Any, repo
     settings = config["model"]["decoder"]["session_options"]
     settings.pop(_LIBRARY, None)
     if report.libraries:
-        settings[_LIBRARY] = _place_library(report.libraries, folder)
+        settings[_LIBRARY] = _place_libraries(report.libraries, folder)
     for name, text in ((CONFIG, json.dumps(config, indent=4)), (REPORT, report.to_json())):
         (folder / name).write_text(f"{text}\n", encoding="utf-8")
         shutil.copymode(source / CONFIG, folder / name)
@@ -240,7 +268,7 @@ def _named_library(
     except LibraryError as error:
         raise ExportError(
             f"{folder / CONFIG}: {_LIBRARY} already names {settings[_LIBRARY]}, and genai loads one library. "
-            f"twinop runs only libraries that `twinop build` made, and this one was not: {error}"
+            f"twinop can combine only libraries that `twinop build` made, and this one was not: {error}"
         ) from error
     if domain in (read_library(each).domain for each in library_paths(library)):
         return []
@@ -289,14 +317,27 @@ def _data_of_others(folder: Path, model: Path) -> set[Path]:
     return found
 
 
-def _place_library(libraries: Sequence[Path], folder: Path) -> str:
-    """Copies a library into the folder, and returns its name; ExportError: there are several."""
-    path, *others = libraries
-    if others:
+def _place_libraries(libraries: Sequence[Path], folder: Path) -> str:
+    """Copies libraries into the folder, and returns the name of the one that registers all of them."""
+    names = [path.name for path in libraries]
+    if len({*names, _JOINED}) <= len(names):
+        raise ExportError(f"{', '.join(map(str, libraries))}: have one name. Rename one (twinop build -o)")
+    for path in libraries:
+        (folder / path.name).unlink(missing_ok=True)  # it may be a link to another file
+        shutil.copyfile(path, folder / path.name)
+    if len(names) == 1:
+        return names[0]
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    text = _JOINS.replace("NAMES", ", ".join(map(json.dumps, names)))
+    command = [compiler or "cc", "-shared", "-fPIC", "-O1", "-w", "-x", "c", "-", "-o", str(folder / _JOINED)]
+    try:
+        done = subprocess.run([*command, "-ldl"], input=text, capture_output=True, text=True)
+    except OSError as error:
         raise ExportError(
-            f"genai loads one library, and the model needs {', '.join(each.name for each in libraries)}. "
-            "Optimise a decoder without ops of your own"
-        )
-    (folder / path.name).unlink(missing_ok=True)  # it may be a link to another file
-    shutil.copyfile(path, folder / path.name)
-    return path.name
+            f"genai loads one library, and the model needs {', '.join(names)}. twinop compiles a library "
+            f"that registers them, but {command[0]} cannot be run: {error.strerror}. Install a C compiler, "
+            "or set CC to one"
+        ) from error
+    if done.returncode:
+        raise ExportError(f"{command[0]} fails: {done.stderr.strip()[-500:]}")
+    return _JOINED

@@ -382,14 +382,26 @@ def test_data_that_another_model_reads_stays(tmp_path: Path) -> None:
 CUBE = "y = test_cube.CustomCube (n)"
 
 
-def test_user_ops_beside_twinops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_named", [True, False])
+def test_user_ops_and_twinops_in_one_library(is_named: bool, tmp_path: Path) -> None:
     own = find_library("test_cube")
-    source = folder_of(normed(CUBE), tmp_path / "old", custom_ops_library=own.name)
-    (source / own.name).write_bytes(own.read_bytes())
-    with pytest.raises(ExportError, match=f"{own.name} lies in the model's own folder.*allow_model_libr"):
-        optimize_folder(source, tmp_path / "fast", device="cpu")
-    with pytest.raises(ExportError, match="genai loads one library, and the model needs lib.*, lib.*without"):
-        optimize_folder(source, tmp_path / "fast", device="cpu", allow_model_libraries=True)
+    named = {"custom_ops_library": own.name} if is_named else {}
+    source = folder_of(normed(CUBE), tmp_path / "old", **named)
+    if is_named:
+        (source / own.name).write_bytes(own.read_bytes())
+        with pytest.raises(ExportError, match=f"{own.name} lies in the model's own folder.*allow_model_libr"):
+            optimize_folder(source, tmp_path / "fast", device="cpu")
+    library = None if is_named else own
+    optimized(source, tmp_path / "fast", library=library, allow_model_libraries=is_named)
+    assert options_of(tmp_path / "fast")["custom_ops_library"] == "libtwinop_genai.so"
+    moved = (tmp_path / "fast").rename(tmp_path / "moved")
+    options, x = ort.SessionOptions(), np.ones((2, 8), np.float32)
+    options.register_custom_ops_library(str(moved / "libtwinop_genai.so"))
+    [y] = ort.InferenceSession(moved / "model.onnx", options).run(None, {"x": x})
+    assert np.allclose(y, np.broadcast_to(weights(8) ** 3, (2, 8)), rtol=1e-3)
+    alone = shutil.copy(moved / "libtwinop_genai.so", tmp_path)
+    with pytest.raises(Exception, match=f"{tmp_path}/lib.*: cannot open shared object file"):
+        ort.SessionOptions().register_custom_ops_library(alone)
 
 
 @pytest.mark.parametrize("name", ["layers.0.q_proj.lora_A.weight", "lora_B_0", "base.model.v.lora_b/MatMul"])
@@ -421,7 +433,7 @@ def test_the_folder_has_a_report_for_programs(tmp_path: Path) -> None:
     assert again["nodes_before"] == found["nodes_after"]
 
 
-def test_folders_that_cannot_be_optimised(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_optimised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = folder_of(normed(), tmp_path / "old"), tmp_path / "fast"
 
     def refusal(given: Path = source, to: Path | str = target, **options: Any) -> str:
@@ -441,6 +453,9 @@ def test_folders_that_cannot_be_optimised(tmp_path: Path) -> None:
     onnx.save(normed(), file, save_as_external_data=True, location="model.data", size_threshold=0)
     (source / "model.data").unlink()
     assert "its data file" in (said := refusal()) and "model.data is missing" in said
+    onnx.save(normed(CUBE), file)
+    monkeypatch.setenv("CC", "/no/compiler")
+    assert "/no/compiler cannot be run" in refusal(library=find_library("test_cube"))
     assert not target.exists()
     target.mkdir()
     (target / "file").touch()
