@@ -1,7 +1,7 @@
 """Optimises small models for the tests, and reads what came out."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.compose
 import onnx_ir as ir
 import pytest
-import torch
 from made_once import made_once
 from samples import RECORDS
 
-from lab.model_zoo import TINY, Size, batch, encoder
+from lab.model_zoo import TINY, batch, encoder
 from twinop.errors import ExportError
 from twinop.export import export
 from twinop.optimize import OptimizeReport, optimize
+from twinop.optimize import graph as g
 from twinop.optimize.graph import RewriteContext
 from twinop.optimize.rewrite import Rewrite
 from twinop.optimize.symbolic_shapes import infer_types
@@ -93,8 +94,53 @@ def nodes(model: ir.Model, *op_types: str) -> list[ir.Node]:
     return [node for node in model.graph if node.op_type in op_types]
 
 
-def types(model: ir.Model) -> dict[str, int]:
-    return dict(Counter(node.op_type for node in model.graph))
+def types(nodes: Iterable[ir.Node] | ir.Model) -> dict[str, int]:
+    return dict(Counter(node.op_type for node in (nodes.graph if isinstance(nodes, ir.Model) else nodes)))
+
+
+def joined(models: Mapping[str, onnx.ModelProto]) -> onnx.ModelProto:
+    """Makes one model of several, which is optimised once; names of values begin with those of the models."""
+    whole = onnx.ModelProto()
+    for name, model in models.items():
+        part = onnx.compose.add_prefix(model, f"{name}/")
+        if not whole.graph.node:
+            whole.CopyFrom(part)
+            continue
+        for field in ("node", "input", "output", "initializer"):
+            getattr(whole.graph, field).extend(getattr(part.graph, field))
+    return whole
+
+
+def apart_again(model: ir.Model) -> dict[str, list[ir.Node]]:
+    """Returns the nodes behind the outputs of each model of `joined`."""
+    outputs = dict[str, list[ir.Value]]()
+    for value in model.graph.outputs:
+        outputs.setdefault(str(value.name).partition("/")[0], []).append(value)
+    found = {name: {each.producer() for each in g.ancestors(*values)} for name, values in outputs.items()}
+    return {name: [node for node in model.graph if node in each] for name, each in found.items()}
+
+
+Counts = dict[str, int]
+Spellings = dict[str, tuple[str, Counts, Counts]]
+"""Graphs in ONNX's text form, what is fused in each, and the types of its nodes then."""
+
+
+def assert_fused(
+    spellings: Spellings, folder: Path, skipped: Counts | None = None, **constants: np.ndarray
+) -> dict[str, list[ir.Node]]:
+    """Optimises graphs as one file for CUDA, without a rewrite that is reverted; returns the nodes of each.
+
+    Args:
+        skipped: what the report has for all of them.
+    """
+    protos = {name: parsed(text, **constants) for name, (text, *_) in spellings.items()}
+    report, model = optimized(joined(protos), folder)
+    found = apart_again(model)
+    wrong = {name: types(each) for name, each in found.items() if types(each) != spellings[name][2]}
+    assert not wrong and found.keys() == spellings.keys(), wrong
+    assert report.fused == sum((Counter(each[1]) for each in spellings.values()), Counter()), report.fused
+    assert report.skipped == (skipped or {}), report.skipped
+    return found
 
 
 def rewritten(
@@ -123,27 +169,18 @@ def weights(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 0.3
 
 
-def size_of(exporter: str) -> Size:
-    """Returns the size of an exported model: torch.export takes seconds for each layer."""
-    return replace(TINY, layers=1) if exporter == "dynamo" else TINY
+ONE_LAYER = replace(TINY, layers=1)  # the exporters take seconds for each layer
+ATTENTION = {"bert": "eager", "llama": "sdpa"}
 
 
-def exported(
-    style: str,
-    attention: str,
-    exporter: str,
-    folder: Path,
-    dtype: torch.dtype = torch.float32,
-    layers: int = 1,
-) -> Path:
+def exported(style: str, folder: Path, layers: int = 1) -> Path:
     """Exports BERT or Llama in small, as torch alone does it."""
 
     def make(at: Path) -> None:
-        model = encoder(style, replace(TINY, layers=layers), attention=attention).to(dtype)
-        options: dict[str, Any] = {"exporter": exporter, "dynamic": LENGTHS}
+        model = encoder(style, replace(TINY, layers=layers), attention=ATTENTION[style])
+        options: dict[str, Any] = {"exporter": "torchscript", "dynamic": LENGTHS}
         export(model, batch(TINY, padding=5), at / "model.onnx", **options, verify=False, optimize=False)
 
     path = folder / f"{style}.onnx"
-    made = made_once((style, attention, exporter, dtype, layers), make)
-    path.write_bytes((made / "model.onnx").read_bytes())
+    path.write_bytes((made_once((style, layers), make) / "model.onnx").read_bytes())
     return path

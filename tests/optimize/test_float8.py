@@ -13,19 +13,15 @@ import onnx_ir as ir
 import pytest
 from decoder_graphs import Sizes, write
 from optimizing import exported, parsed, types, weights
-from typer.testing import CliRunner
 
 from lab.model_zoo import TINY, batch
 from twinop import deploy
-from twinop.cli import app
-from twinop.deploy.ort_runs import NotRunnable, run
+from twinop.deploy.ort_runs import NotRunnable
 from twinop.errors import ExportError
 from twinop.model import weights as stored
-from twinop.model.parts import parts
 from twinop.optimize import OptimizeReport, decoders, float8, optimize, optimize_folder, optimizer, segments
 from twinop.optimize import graph as g
 from twinop.optimize.equivalence import NotEquivalent, relative_error
-from twinop.optimize.estimate import Estimate
 from twinop.optimize.load import reopen
 from twinop.optimize.weight_check import check_quantized
 
@@ -65,47 +61,35 @@ def error_of(report: OptimizeReport, **given: np.ndarray) -> float:
     return relative_error(a, b)
 
 
-@pytest.mark.parametrize(
-    ("style", "dtype"),
-    [
-        ("bert", "float32"),
-        pytest.param("llama", "bfloat16", marks=pytest.mark.slow),  # test_a_folder_of_genai has bfloat16
-    ],
-)
-def test_models(style: str, dtype: str, tmp_path: Path) -> None:
+def test_an_encoder(tmp_path: Path) -> None:
     """All matmuls but the first and the last: only what attention returns has a kernel that quantises.
 
     The errors are those of the user's inputs, also where a mask hides the first token of all of them.
     """
-    source = exported(style, "sdpa", "torchscript", tmp_path, layers=2)
-    if dtype != "float32":
-        source = optimize(source, tmp_path / "narrow.onnx", dtype=dtype, device="cuda").path
+    source = exported("bert", tmp_path, layers=2)
     ids, mask = (each.numpy() for each in batch(TINY))
     mask = np.ones_like(mask)
     mask[:, :2] = 0
     np.savez(tmp_path / "given.npz", ids=ids, mask=mask)
-    options: dict[str, Any] = {"inputs_file": tmp_path / "given.npz"} if dtype == "float32" else {}
-    report = optimize(source, tmp_path / "new.onnx", dtype="float8", rows=0, **options)
+    options: dict[str, Any] = {"rows": 0, "inputs_file": tmp_path / "given.npz"}
+    report = optimize(source, tmp_path / "new.onnx", dtype="float8", **options)
     result, model = report.float8, ir.load(report.path)
     assert result is not None and not result.returned and len(result.layers) == 8
-    assert result.kept == {"CustomLinear: the first or the last one": 4}
-    assert report.dtype == ("bfloat16" if dtype == "bfloat16" else "float16")
+    assert result.kept == {"CustomLinear: the first or the last one": 4} and report.dtype == "float16"
     kinds = types(model)
     found = [kinds.get(each, 0) for each in ("CustomLinearFp8", "CustomLinear", "CustomQuantizeRows", *OPS)]
-    assert found == ([8, 4, 2, 3, 0, 1, 0] if style == "bert" else [8, 4, 2, 0, 3, 0, 1])
+    assert found == [8, 4, 2, 3, 0, 1, 0]
     norms = [node for node in model.graph if node.op_type in OPS[:2]]
-    names = [[bool(value.name) for value in node.outputs] for node in norms]
-    assert names == [[True] * 3] * 3 if style == "bert" else [[True, True, False, True]] * 3
+    assert [[bool(value.name) for value in node.outputs] for node in norms] == [[True] * 3] * 3
     assert model.ir_version >= 9
-    assert {each.dtype for each in model.graph.outputs} == {ir.DataType[report.dtype.upper()]}
+    assert {each.dtype for each in model.graph.outputs} == {ir.DataType.FLOAT16}
     onnx.checker.check_model(report.path, full_check=True)
     assert result.error_16 < result.error < 0.1 and all(0.001 < each < 0.1 for each in result.layers.values())
     lines = str(report).splitlines()
     assert f"outputs are close, not the same: relative error {result.error:.1e}" in lines[0]
     assert any(line.startswith("  in 8 bits: 8 matmuls; the largest error of one: ") for line in lines)
     assert json.loads(report.to_json())["float8"]["error"] == result.error
-    if dtype == "float32":
-        assert result.error == pytest.approx(error_of(report, ids=ids, mask=mask), rel=0.5)
+    assert result.error == pytest.approx(error_of(report, ids=ids, mask=mask), rel=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +108,13 @@ def test_in_segments(whole: OptimizeReport, tmp_path: Path, monkeypatch: pytest.
     assert report.float8.layers == pytest.approx(expected.layers, rel=0.5)
 
 
-@pytest.mark.parametrize("dtype", ["float8", None])
-def test_fp32_beside_bfloat16(dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_beside_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As autocast writes it: in its segments, no input and no weight has the dtype that the CPU lacks."""
     monkeypatch.setattr(segments, "MOST_BYTES", 70_000)
     source = stack(tmp_path, inner=int(ir.DataType.BFLOAT16))
-    report = optimize(source, tmp_path / "new.onnx", dtype=dtype, device="cuda", rows=0)
+    report = optimize(source, tmp_path / "new.onnx", dtype="float8", device="cuda", rows=0)
     assert report.compared["segments"] == 3 and not report.notes
-    assert dtype is None or (report.float8 is not None and len(report.float8.layers) == 4)
+    assert report.float8 is not None and len(report.float8.layers) == 4
 
 
 def test_external_data_and_outputs_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +130,9 @@ def test_external_data_and_outputs_within(tmp_path: Path, monkeypatch: pytest.Mo
     assert error_of(report, x0=weights(5, 64)) < 0.1
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_a_folder_of_genai(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_genai(tmp_path: Path) -> None:
     """All matmuls but the first and the last, whatever their rows; norms and gates stay in them."""
-    source = write(tmp_path / "old", Sizes(), precision, layers=2)
+    source = write(tmp_path / "old", Sizes(), "bfloat16", layers=2)
     options: dict[str, Any] = {"dtype": "float8", "max_error": 1.0}
     report = optimize_folder(source, tmp_path / "new", **options)
     result, model = report.float8, ir.load(report.path)
@@ -169,12 +151,6 @@ def test_a_folder_of_genai(precision: str, tmp_path: Path, monkeypatch: pytest.M
     assert any("prompts of more rows" in note for note in report.notes) and report.device == "cuda"
     with pytest.raises(ExportError, match="has optimised it for cuda already"):
         optimize_folder(tmp_path / "new", tmp_path / "again", **options)
-    if precision == "bfloat16":
-        return
-    monkeypatch.setattr(float8, "_put_rows_in_8_bits", lambda model: model)
-    few = optimize_folder(source, tmp_path / "few", **options).float8
-    assert few is not None and 0.5 * result.error < few.error < result.error, "many rows are tried, too"
-    assert all(0.01 < few.layers[name] < result.layers[name] < 0.1 for name in result.layers)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -217,15 +193,6 @@ def test_large_errors_go_back(whole: OptimizeReport, tmp_path: Path, monkeypatch
     assert shown in str(report)
 
 
-def test_nan_is_an_infinite_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in one case only; a result of zeros without a change has none."""
-    norms = np.array([[0, 0, 1, 4, np.nan, 2, 1, 0], [0, 0, 1, 2, 1, 2, 0, 0]], np.float32)
-    monkeypatch.setattr(float8._Trial, "_run", lambda self, model: (0.0, [[*each] for each in norms]))
-    report = optimized(tmp_path, max_error=1e-3)
-    assert report.float8 is not None
-    assert [*report.float8.layers.values()] == [0, 0.5, np.inf, np.inf]
-
-
 @pytest.mark.parametrize(("number", "has_16"), [(np.nan, False), (np.inf, True)])
 def test_not_finite(number: float, has_16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is infinite, unless the file in 16 bits has as much at the same place."""
@@ -245,18 +212,6 @@ def test_not_finite(number: float, has_16: bool, tmp_path: Path, monkeypatch: py
     text = report.to_json()
     found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["float8"]
     assert found["error_16"] == (None if has_16 else report.float8.error_16) and found["error"] < 0.1
-
-
-def test_matmuls_are_compared_where_16_bits_are_finite() -> None:
-    text = "(float16[N, 2] x, float16[N, 2] z) => (float16[N, 2] a) { a = Relu (x) b = Relu (z) }"
-    model = ir.from_proto(parsed(text))
-    float8._compare(model, *(node.outputs[0] for node in model.graph))
-    x = np.array([[3, np.nan], [np.inf, 4]], np.float16)
-    others = ([[3.3, np.nan], [1, 4]], [[3, np.inf], [np.nan, np.nan]], [[3, 0], [0, np.inf]])
-    cases = [{"x": x, "z": np.array(z, np.float16)} for z in others]
-    found = [outputs[1:] for outputs in run(parts(model), None, cases).outputs]
-    assert float8._largest(np.array(found[:1])) == [pytest.approx(0.06, rel=0.01)]
-    assert [float8._largest(np.array([each])) for each in found[1:]] == [[np.inf], [np.inf]]
 
 
 def test_all_go_back(tmp_path: Path) -> None:
@@ -392,35 +347,10 @@ def test_narrow_matmuls_go_with_wide_ones() -> None:
     assert float8.matmuls(model, 2048)[0] == ["q", "k"]
 
 
-def test_narrow_matmuls_stay_with_wide_ones_in_16_bits() -> None:
-    """A gate of GELU, and the first matmul, which read the same x, have no form in 8 bits."""
-    text = f'q = {GATED} <activation = "gelu"> (h, wide) k = {LINEAR} (h, v) y = Add (q, k)'
-    names, kept = float8.matmuls(sized(text, q=(4096, 2048), k=(512, 2048)), 2048)
-    assert not names and {each.partition(": ")[2] for each in kept} == {
-        "the first or the last one", "a gate of GELU",
-        "8 bits are no faster for 2048 rows and a weight of 512 x 2048",
-    }  # fmt: skip
-
-
-def test_new_constants_get_new_names() -> None:
-    _, _, model = rewritten(f"zeros_0 = {LINEAR} (h, v) v_fp8_0 = Relu (zeros_0) y = Relu (v_fp8_0)")
-    names = [*model.graph.initializers, *(value.name for node in model.graph for value in node.outputs)]
-    assert {"zeros_0", "zeros_1", "v_fp8_0", "v_fp8_1"} <= {*names} and len({*names}) == len(names)
-
-
 def test_nothing_is_written_when_it_is_only_tried(tmp_path: Path) -> None:
     report = optimized(tmp_path, dry_run=True)
     assert report.float8 is not None and len(report.float8.layers) == 4 and not report.path.exists()
     assert "in 8 bits: 4 matmuls\n" in str(report) and "nothing was compared or written" in str(report)
-
-
-def test_the_disk_has_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file in 16 bits stays until the other is written, which may have most of it again."""
-    found = Estimate(0, 60, 100, 100)
-    monkeypatch.setattr(optimizer, "estimate", lambda *given: found)
-    with pytest.raises(ExportError, match="new.onnx: to write it takes"):
-        optimized(tmp_path)
-    assert optimized(tmp_path, dtype="float16", device="cuda").path.exists()
 
 
 def quantized(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -520,12 +450,3 @@ def test_what_the_cpu_does_not_run_is_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ExportError, match=said):
         optimized(tmp_path)
     assert not (tmp_path / "new.onnx").exists()
-
-
-def test_the_command(tmp_path: Path) -> None:
-    given = stack(tmp_path)
-    options = ["--dtype", "float8", "--rows", "0", "--max-error", "0.2"]
-    found = CliRunner().invoke(app, ["optimize", str(given), "-o", str(tmp_path / "new.onnx"), *options])
-    assert found.exit_code == 0 and "in 8 bits: 4 matmuls" in found.output
-    refused = CliRunner().invoke(app, ["optimize", str(given), "-o", str(given), *options, "--invariant"])
-    assert refused.exit_code and "--invariant: not with --dtype float8" in refused.output

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -176,19 +176,10 @@ def test_a_file_in_fp32_is_asked_for_16_bits(tmp_path: Path) -> None:
     assert "Gemm" in types(made)
 
 
-@pytest.mark.parametrize("zero", [True, False])
-def test_8_bits_of_8_bits_are_refused(zero: bool, tmp_path: Path) -> None:
-    text = FILES["modelopt of ONNX"][2]
-    if not zero:
-        changes = {", zeros)": ")", ", zero)": ")", "1> (wide": "1, output_dtype = 17> (wide"}
-        for old, new in (changes | {"QuantizeLinear (x": "QuantizeLinear <output_dtype = 17> (x"}).items():
-            text = text.replace(old, new)
-    proto = model("float16", "B, S", text)
-    proto.opset_import[0].version = 21
+def test_8_bits_of_8_bits_are_refused(tmp_path: Path) -> None:
+    proto = model("float16", "B, S", FILES["modelopt of ONNX"][2])
     said = refusal(proto, tmp_path, dtype="float8")
     assert re.search(r"already, it has FLOAT8E4M3FN\. .*, or leave out dtype='float8'", said)
-    report, _ = optimized(proto, tmp_path)
-    assert report.fused == {"linear_fp8+bias": 1}
 
 
 def quantised(source: Path, cases: list[dict[str, np.ndarray]], **options: Any) -> Path:
@@ -211,7 +202,7 @@ def quantised(source: Path, cases: list[dict[str, np.ndarray]], **options: Any) 
 def test_an_encoder_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ONNX Runtime's quantizer writes it."""
     ids, mask = (each.numpy() for each in batch(TINY, padding=5))
-    source = exported("bert", "sdpa", "torchscript", tmp_path)
+    source = exported("bert", tmp_path)
     path = quantised(source, [{"ids": ids, "mask": mask}], op_types_to_quantize=["MatMul"])
     monkeypatch.setattr(segments, "MOST_BYTES", 40_000)
     report, made = optimized(path, tmp_path, dtype="float16")
@@ -219,13 +210,9 @@ def test_an_encoder_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert report.compared and not any("fp32 form" in note for note in report.notes)
 
 
-@pytest.mark.parametrize(
-    ("width", "seed"),
-    [(64, 1), pytest.param(128, 0, marks=pytest.mark.slow)],  # of other magnitudes
-)
-def test_numbers_near_a_step(width: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_near_a_step(tmp_path: Path) -> None:
     """What 16 bits change moves few numbers of a few rows to the next one of e4m3, whose error is theirs."""
-    rng, nodes = np.random.default_rng(seed), "a0 = Identity (x) "
+    rng, nodes, width = np.random.default_rng(1), "a0 = Identity (x) ", 64
     given = dict[str, np.ndarray]()
     for i in range(4):
         given[f"w{i}"] = rng.standard_normal((width, width)).astype(np.float32) * np.float32(0.15)
@@ -235,9 +222,8 @@ def test_numbers_near_a_step(width: int, seed: int, tmp_path: Path, monkeypatch:
     onnx.save(parsed(text, **given), tmp_path / "mlp")
     draws = [np.random.default_rng(i).standard_normal((4, width)).astype(np.float32) for i in range(3)]
     path = quantised(tmp_path / "mlp", [{"x": each} for each in draws])
-    monkeypatch.setattr(segments, "MOST_BYTES", 40_000)
     report, _ = optimized(path, tmp_path, dtype="float16")
-    assert report.fused["linear_fp8+bias"] == 4 and bool(report.compared) == (width == 128)
+    assert report.fused["linear_fp8+bias"] == 4
 
 
 def test_the_bytes_are_compared_with_the_source(tmp_path: Path) -> None:
@@ -255,31 +241,15 @@ def test_the_bytes_are_compared_with_the_source(tmp_path: Path) -> None:
         check_weights(source, made, cut(source, made))
 
 
-def _scaled(of: Callable[..., Any], index: int) -> Callable[..., Any]:
-    def changed(*given: Any) -> Any:
-        found = [*of(*given)]
-        found[index] = found[index] * np.float32(1.1)
-        return found
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_wrong_is_reverted(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = linear_fp8.write
 
-    return changed
+    def wrong(node: ir.Node, kind: Any, given: list[Any]) -> Any:
+        given[3].const_value = ir.tensor(given[3].const_value.numpy() * np.float32(2))
+        return write(node, kind, given)
 
-
-@pytest.mark.parametrize(
-    ("where", "dtype"), [("in fp32", "bfloat16"), ("in 16 bits", "float16"), ("in 16 bits", "bfloat16")]
-)
-def test_wrong_is_reverted(where: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if where == "in fp32":
-        monkeypatch.setattr(linear_fp8, "_weight_of", _scaled(linear_fp8._weight_of, 1))
-    else:
-        write = linear_fp8.write
-        monkeypatch.setattr(
-            linear_fp8, "write", lambda node, kind, given: write(node, kind, [*given[:3], _twice(given[3])])
-        )
+    monkeypatch.setattr(linear_fp8, "write", wrong)
     report = reported(model(dtype, "M", FILES["torch"][2]), tmp_path)
     assert [*report.reverted] == ["linear_fp8"] and "linear_fp8+bias+relu" not in report.fused
-    assert ("the written model" in report.reverted["linear_fp8"]) == (where == "in 16 bits")
-
-
-def _twice(scales: Any) -> Any:
-    scales.const_value = ir.tensor(scales.const_value.numpy() * np.float32(2))
-    return scales
+    assert "the written model" in report.reverted["linear_fp8"]

@@ -52,7 +52,7 @@ def test_attention_at_any_length(mask: str, size: int, device: str, tmp_path: Pa
 @pytest.mark.parametrize("style", ["bert", "llama"])
 def test_transformers_at_any_length(style: str, padding: str | None, dtype: str, tmp_path: Path) -> None:
     """Causal attention has more than 1,024 tokens, too: with lengths, ONNX Runtime would refuse them."""
-    path = exported(style, "sdpa", "torchscript", tmp_path, layers=2)
+    path = exported(style, tmp_path, layers=2)
     report, _ = optimized(path, tmp_path, padding=padding, dtype=dtype)
     session = deploy.session(report.path, PROVIDERS["cuda"])
     for batch, tokens in ((3, 21), (1, 1), (2, 16), (1, 33), *([(2, 1100)] if style == "llama" else [])):

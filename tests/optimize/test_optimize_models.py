@@ -7,7 +7,7 @@ import onnx
 import pytest
 import torch
 from export_models import CPU
-from optimizing import LENGTHS, exported, nodes, optimized, size_of, types
+from optimizing import ATTENTION, ONE_LAYER, exported, nodes, optimized, types
 from torch import nn
 
 from lab.model_zoo import TINY, batch, encoder
@@ -27,24 +27,14 @@ MADE = {  # of one layer
         "rotary embedding of q and k": 1,
     },
 }  # fmt: skip
-ONCE = ("embedding of known ids", "embed_layer_norm", "rms_norm")
 FILES = ("old", "fast")  # that `optimized` writes
 
 
-@pytest.mark.parametrize(
-    ("style", "attention", "exporter"),
-    [
-        pytest.param("bert", "sdpa", "dynamo", marks=pytest.mark.slow),  # a journey and others have it
-        ("bert", "eager", "torchscript"),
-        ("llama", "sdpa", "torchscript"),
-    ],
-)
-def test_recognised(style: str, attention: str, exporter: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("style", MADE)
+def test_recognised(style: str, tmp_path: Path) -> None:
     """Whatever the exporter writes becomes the same nodes, and runs at other sizes than the export's."""
-    layers = size_of(exporter).layers
-    report, model = optimized(exported(style, attention, exporter, tmp_path, layers=layers), tmp_path)
-    made = {name: count * (1 if name in ONCE else layers) for name, count in MADE[style].items()}
-    assert report.fused == made
+    report, model = optimized(exported(style, tmp_path), tmp_path)
+    assert report.fused == MADE[style]
     assert not report.skipped
     assert not nodes(model, "MatMul", "Gemm", "Softmax", "Erf", "Sigmoid", "LayerNormalization", "ReduceMean")
     assert not nodes(model, "Transpose")
@@ -53,7 +43,7 @@ def test_recognised(style: str, attention: str, exporter: str, tmp_path: Path) -
     mask[1, :4] = 0  # padding on the left
     mask[2, 9:] = 0
     with torch.no_grad():
-        expected = encoder(style, size_of(exporter), attention=attention)(ids, mask)
+        expected = encoder(style, ONE_LAYER, attention=ATTENTION[style])(ids, mask)
     shown = mask.bool()  # torch's sdpa and the exporters differ at hidden tokens
     for library in (None, False):
         found = deploy.session(report.path, CPU, library).run({"ids": ids, "mask": mask})
@@ -63,7 +53,7 @@ def test_recognised(style: str, attention: str, exporter: str, tmp_path: Path) -
 
 def test_bert_of_one_length_runs_in_a_cuda_graph(tmp_path: Path) -> None:
     """No node computes with shapes: ONNX Runtime runs such nodes on the CPU."""
-    model, path = encoder("bert", size_of("dynamo"), attention="sdpa"), tmp_path / "bert.onnx"
+    model, path = encoder("bert", ONE_LAYER, attention="sdpa"), tmp_path / "bert.onnx"
     open_batch = {name: {0: "batch"} for name in ("ids", "mask")}
     export(model, batch(TINY, padding=5), path, dynamic=open_batch, verify=False, optimize=False)
     kinds = {"CustomEmbedLayerNorm", "CustomAddLayerNorm", "CustomLinear", "MultiHeadAttention"}
@@ -73,20 +63,15 @@ def test_bert_of_one_length_runs_in_a_cuda_graph(tmp_path: Path) -> None:
         assert set(types(made)) == kinds | of_mask
 
 
-@pytest.mark.parametrize(
-    ("style", "named"), [pytest.param("bert", True, marks=pytest.mark.slow), ("llama", False)]
-)
-def test_sizes_that_the_inputs_do_not_share(style: str, named: bool, tmp_path: Path) -> None:
-    """As torch.onnx.export names them for dynamic_axes={"ids": [0, 1], "mask": [0, 1]}, or without names."""
-    proto = onnx.load(exported(style, "eager", "torchscript", tmp_path))
+def test_sizes_that_the_inputs_do_not_share(tmp_path: Path) -> None:
+    """As torch.onnx.export names them for dynamic_axes={"ids": [0, 1], "mask": [0, 1]}."""
+    proto = onnx.load(exported("llama", tmp_path))
     del proto.graph.value_info[:]
     for value in (*proto.graph.input, *proto.graph.output):
         for axis, size in enumerate(value.type.tensor_type.shape.dim[:2]):
-            size.Clear()
-            if named:
-                size.dim_param = f"{value.name}_dynamic_axes_{axis + 1}"
+            size.dim_param = f"{value.name}_dynamic_axes_{axis + 1}"
     report, _ = optimized(proto, tmp_path)
-    assert report.fused == MADE[style] and not report.skipped
+    assert report.fused == MADE["llama"] and not report.skipped
     ids, mask = batch(TINY, padding=5)
     found = [deploy.session(tmp_path / f"{name}.onnx", CPU).run({"ids": ids, "mask": mask}) for name in FILES]
     for expected, y in zip(*(each.values() for each in found), strict=True):
@@ -96,7 +81,7 @@ def test_sizes_that_the_inputs_do_not_share(style: str, named: bool, tmp_path: P
 @pytest.mark.parametrize("style", MADE)
 def test_padding_on_the_right(style: str, tmp_path: Path) -> None:
     """Its mask becomes lengths, or goes where attention is causal, and the file says so."""
-    report, model = optimized(exported(style, "eager", "torchscript", tmp_path), tmp_path, padding="right")
+    report, model = optimized(exported(style, tmp_path), tmp_path, padding="right")
     [node] = nodes(model, "MultiHeadAttention")
     if style == "llama":
         assert len(node.inputs) == 3 and node.attributes["unidirectional"].as_int() == 1
@@ -107,7 +92,7 @@ def test_padding_on_the_right(style: str, tmp_path: Path) -> None:
     assert "promised" in str(report)
     ids, mask = batch(TINY, padding=5)
     with torch.no_grad():
-        expected = encoder(style, size_of("dynamo"))(ids, mask)
+        expected = encoder(style, ONE_LAYER)(ids, mask)
     [found] = deploy.session(report.path, CPU).run({"ids": ids, "mask": mask}).values()
     shown = mask.bool()
     assert difference(expected[shown], found[shown]) < 1e-5
@@ -115,7 +100,7 @@ def test_padding_on_the_right(style: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("style", "dtype"), [("llama", "float16"), ("bert", "bfloat16")])
 def test_conversion(style: str, dtype: str, tmp_path: Path) -> None:
-    path = exported(style, "sdpa", "torchscript", tmp_path)
+    path = exported(style, tmp_path)
     report, model = optimized(path, tmp_path, dtype=dtype)
     kinds = {value.dtype.name.lower() for node in model.graph for value in node.outputs if value.dtype}
     assert dtype in kinds
@@ -131,7 +116,7 @@ def test_conversion(style: str, dtype: str, tmp_path: Path) -> None:
 
 def test_for_the_cpu(tmp_path: Path) -> None:
     """Products stay ONNX Runtime's."""
-    report, model = optimized(exported("bert", "eager", "torchscript", tmp_path), tmp_path, device="cpu")
+    report, model = optimized(exported("bert", tmp_path), tmp_path, device="cpu")
     fused = {name: count for name, count in MADE["bert"].items() if "linear" not in name}
     assert report.fused == fused
     assert types(model)["MatMul"] == 6 and "CustomLinear" not in types(model)
@@ -162,22 +147,3 @@ def test_packed_products(tmp_path: Path) -> None:
     assert report.fused["attention"] == 1
     assert types(model)["CustomLinear"] == 6
     assert not nodes(model, "Transpose", "Split", "Gather")
-
-
-def test_grouped_heads(tmp_path: Path) -> None:
-    """k and v with fewer heads than q are repeated without a transpose."""
-    from transformers import LlamaConfig, LlamaModel
-
-    from lab.model_zoo import Encoder
-
-    config = LlamaConfig(
-        vocab_size=101, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    path = tmp_path / "gqa.onnx"
-    model = Encoder(LlamaModel(config))
-    export(model, batch(TINY), path, exporter="torchscript", dynamic=LENGTHS, verify=False, optimize=False)
-    report, made = optimized(path, tmp_path)
-    assert report.fused == MADE["llama"]
-    assert not nodes(made, "Transpose")
-    assert len(nodes(made, "CustomMul")) == 2  # of k and of v

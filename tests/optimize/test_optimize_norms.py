@@ -7,15 +7,14 @@ import onnx
 import pytest
 import torch
 from export_models import CPU
-from optimizing import nodes, optimized, parsed, types, weights
+from optimizing import Spellings, assert_fused, nodes, optimized, parsed, types, weights
 from other_sizes import assert_same
 
 from twinop import deploy
 from twinop.export import attach_bodies
 
 UNARY = "(float[N, 6, 8] x) => (float[N, 6, 8] y)"
-ONE = np.array(1, np.float32)
-
+RMS, LAYER = ({"rms_norm": 1}, {"CustomRmsNorm": 1}), ({"layer_norm": 1}, {"CustomLayerNorm": 1})
 NORMS = {
     "rms": "s = Pow (x, two) m = ReduceMean <keepdims=1> (s, last) v = Add (m, eps) r = Sqrt (v)"
     " n = Div (x, r) y = Mul (n, w)",
@@ -24,7 +23,7 @@ NORMS = {
     "rms, power": "s = Mul (x, x) m = ReduceMean (s, last) v = Add (eps, m) i = Pow (v, minus_half)"
     " n = Mul (x, i) y = Mul (w, n)",
     "layer": "c = ReduceMean (x, last) d = Sub (x, c) s = Pow (d, two) m = ReduceMean (s, last)"
-    " v = Add (m, eps) r = Sqrt (v) n = Div (d, r) k = Mul (n, w) y = Add (k, b)",
+    " v = Add (m, eps) r = Sqrt (v) n = Div (d, r) k = Mul (n, w) y = Add (k, bias)",
     "layer, no bias": "c = ReduceMean (x, last) d = Sub (x, c) s = Mul (d, d) m = ReduceMean (s, last)"
     " v = Add (m, eps) r = Sqrt (v) n = Div (d, r) y = Mul (w, n)",
     "rms, sum": "s = Mul (x, x) t = ReduceSum (s, last) m = Div (t, eight) v = Add (eps, m) r = Sqrt (v)"
@@ -33,161 +32,147 @@ NORMS = {
     " n = Div (x, r) y = Mul (w, n)",
     "layer, torch.var": "c = ReduceMean (x, last) d = Sub (x, c) s = Mul (d, d)"
     " m = ReduceMean <keepdims=0> (s, last) h = Shape (m) o = Concat <axis=0> (h, single) u = Reshape (m, o)"
-    " v = Add (u, eps) r = Sqrt (v) i = Reciprocal (r) n = Mul (d, i) k = Mul (n, w) y = Add (k, b)",
+    " v = Add (u, eps) r = Sqrt (v) i = Reciprocal (r) n = Mul (d, i) k = Mul (n, w) y = Add (k, bias)",
     "layer, sum": "t = ReduceSum <keepdims=0> (x, last) f = Unsqueeze (t, last) c = Div (f, eight)"
     " d = Sub (x, c) s = ReduceSumSquare (d, last) m = Div (s, eight) v = Add (m, eps) r = Sqrt (v)"
     " n = Div (d, r) y = Mul (w, n)",
-    "layer, ONNX": "y = LayerNormalization <axis=-1, epsilon=0.001> (x, w, b)",
+    "layer, ONNX": "y = LayerNormalization <axis=-1, epsilon=0.001> (x, w, bias)",
     "rms, ONNX Runtime": "y = SimplifiedLayerNormalization <axis=-1, epsilon=0.001> (x, w)",
 }
-ROWS = {
-    "w": weights(8) + 1, "b": weights(8, seed=1), "eps": np.array(1e-3, np.float32),
+CONSTANTS = {
+    "w": weights(8) + 1, "bias": weights(8, seed=1), "eps": np.array(1e-3, np.float32),
     "two": np.array(2, np.float32), "minus_half": np.array(-0.5, np.float32), "last": np.array([-1]),
-    "eight": np.array(8, np.float32), "single": np.array([1]),
+    "eight": np.array(8, np.float32), "single": np.array([1]), "tiny": np.array(1e-12, np.float32),
+    "columns": np.full(6, 1e-3, np.float32), "low": np.array(-100, np.float32),
+    "ones": np.ones(8, np.float32), "middle": np.array([1]), "one": np.array(1, np.float32),
+    "table": weights(9, 8), "types": weights(2, 8, seed=1), "positions": weights(6, 8, seed=2),
+    "other_table": weights(9, 6, 8), "kinds": weights(2, 8, seed=1), "places": weights(5, 8, seed=2),
+    "zeros": np.zeros((1, 1), np.int64), "long": np.ones((1, 50), np.int64), "known": np.array([[3]]),
+    "first": np.array([0]), "times": np.array(1),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_norms_however_they_are_written(name: str, tmp_path: Path) -> None:
-    _, model = optimized(parsed(f"{UNARY} {{ {NORMS[name]} }}", **ROWS), tmp_path)
-    kind = "CustomRmsNorm" if name.startswith("rms") else "CustomLayerNorm"
-    assert types(model) == {kind: 1}
-    [norm] = model.graph
-    assert norm.attributes.get_float("eps", 0) == pytest.approx(1e-3)
-    assert norm.inputs[1] is not None and norm.inputs[1].name == "w"
-    assert_same(tmp_path, x=(5, 6, 8))
+def test_norms_however_they_are_written(tmp_path: Path) -> None:
+    zeros = {"layer_norm": 1}, LAYER[1] | {"Shape": 1, "ConstantOfShape": 1}  # as others have a bias
+    made = {name: RMS if name.startswith("rms") else LAYER for name in NORMS}
+    made |= {"layer, no bias": zeros, "layer, sum": zeros}
+    texts: Spellings = {name: (f"{UNARY} {{ {text} }}", *made[name]) for name, text in NORMS.items()}
+    for name, [*_, norm] in assert_fused(texts, tmp_path, **CONSTANTS).items():
+        assert norm.attributes.get_float("eps", 0) == pytest.approx(1e-3), name
+        assert str(norm.inputs[1].name).endswith("/w"), name  # type: ignore[union-attr]
+    assert_same(tmp_path, **{f"{name}/x": (5, 6, 8) for name in NORMS})
 
 
 SPREAD = "o = Shape (x) f = Expand (c, o) n = Div (x, f) y = Mul (n, w)"
-LENGTHS = {
-    "torch's normalize": f"l = ReduceL2 (x, last) c = Clip (l, tiny) {SPREAD}",
-    "large numbers are cut off": "s = Mul (x, x) m = ReduceMean (s, last) v = Add (m, eps) k = Clip (x, low)"
-    " r = Sqrt (v) y = Div (k, r)",
-    "a sum of length and eps": f"l = ReduceL2 (x, last) c = Add (l, tiny) {SPREAD}",
-    "another divisor": "s = Mul (x, x) t = ReduceSum <keepdims=0> (s, last) u = Add (t, columns)"
-    " v = Unsqueeze (u, last) r = Sqrt (v) y = Div (x, r)",
-}
-
-
-@pytest.mark.parametrize("name", LENGTHS)
-def test_rows_divided_by_their_length_are_no_norm(name: str, tmp_path: Path) -> None:
-    given = ROWS | {"tiny": np.array(1e-12, np.float32), "columns": np.full(6, 1e-3, np.float32)}
-    given["low"] = np.array(-100, np.float32)
-    _, model = optimized(parsed(f"{UNARY} {{ {LENGTHS[name]} }}", **given), tmp_path)
-    assert not nodes(model, "CustomRmsNorm")
-    assert_same(tmp_path, x=(5, 6, 8))
-
-
+AS_IT_IS = {"Shape": 1, "Expand": 1, "Div": 1, "Mul": 1}
+STAY: Spellings = {
+    "torch's normalize": (
+        f"{UNARY} {{ l = ReduceL2 (x, last) c = Clip (l, tiny) {SPREAD} }}",
+        {}, AS_IT_IS | {"ReduceL2": 1, "Clip": 1},
+    ),
+    "large numbers are cut off": (
+        f"{UNARY} {{ s = Mul (x, x) m = ReduceMean (s, last) v = Add (m, eps) k = Clip (x, low) r = Sqrt (v)"
+        " y = Div (k, r) }",
+        {}, dict.fromkeys(("Mul", "ReduceMean", "Add", "Clip", "Sqrt", "Div"), 1),
+    ),
+    "a sum of length and eps": (
+        f"{UNARY} {{ l = ReduceL2 (x, last) c = Add (l, tiny) {SPREAD} }}",
+        {}, AS_IT_IS | {"ReduceL2": 1, "Add": 1},
+    ),
+    "another divisor": (
+        f"{UNARY} {{ s = Mul (x, x) t = ReduceSum <keepdims=0> (s, last) u = Add (t, columns)"
+        " v = Unsqueeze (u, last) r = Sqrt (v) y = Div (x, r) }",
+        {}, dict.fromkeys(("Mul", "ReduceSum", "Add", "Unsqueeze", "Sqrt", "Div"), 1),
+    ),
+    "ids of one sequence for all": (
+        "(int64[1, 6] ids, float[N, 6, 8] x) => (float[N, 6, 8] y) { a = Gather (table, ids) t = Add (a, x)"
+        " y = LayerNormalization (t, w) }",
+        {"layer_norm": 1}, {"Gather": 1, "Add": 1, "CustomLayerNorm": 1},
+    ),
+    "a table of other dimensions": (
+        "(int64[N] ids, float[N, 6, 8] x) => (float[N, 6, 8] y) { a = Gather (other_table, ids)"
+        " t = Add (a, x) y = LayerNormalization (t, w) }",
+        {"add_layer_norm": 1}, {"Gather": 1, "CustomAddLayerNorm": 1},
+    ),
+}  # fmt: skip
 MODULATED = "n = LayerNormalization <axis=-1, epsilon=0.01> (x, ones)"
-MODULATIONS = {
-    "as DiT": "s = Unsqueeze (scale, middle) t = Unsqueeze (shift, middle) a = Add (s, one) b = Mul (n, a)"
-    " y = Add (b, t)",
-    "other orders": "both = Concat <axis=1> (scale, shift) u = Unsqueeze (both, middle)"
-    " s, t = Split <axis=-1, num_outputs=2> (u) a = Add (one, s) b = Mul (a, n) y = Add (t, b)",
-}
-CONDITIONED = "(float[N, 6, 8] x, float[N, 8] scale, float[N, 8] shift) => (float[N, 6, 8] y)"
-CONSTANTS = {"ones": np.ones(8, np.float32), "middle": np.array([1]), "w": weights(8), "one": ONE}
+SCALED = "a = Add (s, one) b = Mul (n, a) y = Add (b, t) }"
+CONDITIONED = "(float[N, 6, 8] x, float[{0}] s, float[{0}] t) => (float[N, 6, 8] y)"
+ADAPTED, APART = {"ada_layer_norm": 1}, {"layer_norm": 1, "addcmul": 1}
+NORM_APART = {"CustomLayerNorm": 1, "CustomAddcmul": 1}
+LOOKED_UP = "(int64[N, 6] ids) => (float[N, 6, 8] y) {"
+EMBEDDED, KNOWN = {"embed_layer_norm": 1}, {"embedding of known ids": 1}
+IDS = """(int64[B, S] ids, int64[B, S] of_input) => (float[B, S, 8] y) {
+    n = Shape (ids) k = Expand (zeros, n) m = Shape <start=1> (ids) l = Slice (long, first, m, middle)
+    a = Gather (table, ids) b = Gather (kinds, %s) c = Add (a, b) d = Gather (places, known) y = Add (%s) }"""
+MORE: Spellings = {
+    "scale and shift of each sequence, as DiT": (
+        f"(float[N, 6, 8] x, float[N, 8] scale, float[N, 8] shift) => (float[N, 6, 8] y) {{ {MODULATED}"
+        f" s = Unsqueeze (scale, middle) t = Unsqueeze (shift, middle) {SCALED}",
+        ADAPTED, {"CustomAdaLayerNorm": 1},
+    ),
+    "in other orders": (
+        f"(float[N, 6, 8] x, float[N, 8] scale, float[N, 8] shift) => (float[N, 6, 8] y) {{ {MODULATED}"
+        " both = Concat <axis=1> (scale, shift) u = Unsqueeze (both, middle)"
+        " s, t = Split <axis=-1, num_outputs=2> (u) a = Add (one, s) b = Mul (a, n) y = Add (t, b) }",
+        ADAPTED, {"Concat": 1, "Unsqueeze": 1, "Split": 1, "Squeeze": 2, "CustomAdaLayerNorm": 1},
+    ),
+    # Other scales are a product and a sum.
+    "of a norm with weights": (
+        f"{CONDITIONED.format('N, 1, 8')} {{ {MODULATED.replace('ones', 'w')} {SCALED}",
+        APART, NORM_APART | {"Add": 1},
+    ),
+    "of each token": (
+        f"{CONDITIONED.format('N, 6, 8')} {{ {MODULATED} {SCALED}", APART, NORM_APART | {"Add": 1}
+    ),
+    "of a batch of one": (
+        f"{CONDITIONED.format('1, 1, 8')} {{ {MODULATED} {SCALED}", APART, NORM_APART | {"Add": 1}
+    ),
+    "without the one": (
+        f"{CONDITIONED.format('N, 1, 8')} {{ {MODULATED} b = Mul (n, s) y = Add (b, t) }}", APART, NORM_APART
+    ),
+    "a lookup and positions": (
+        f"{LOOKED_UP} a = Gather (table, ids) t = Add (a, positions) y = LayerNormalization (t, w) }}",
+        EMBEDDED, {"CustomEmbedLayerNorm": 1, "Unsqueeze": 1},
+    ),
+    "their sum is read": (
+        f"{LOOKED_UP} a = Gather (table, ids) t = Add (positions, a) n = LayerNormalization (t, w)"
+        " y = Mul (t, n) }", EMBEDDED, {"CustomEmbedLayerNorm": 1, "Unsqueeze": 1, "Mul": 1},
+    ),
+    "token types": (
+        "(int64[N, 6] ids, int64[N, 6] kind) => (float[N, 6, 8] y) { a = Gather (table, ids)"
+        " b = Gather (types, kind) c = Add (a, b) t = Add (c, positions) y = LayerNormalization (t, w) }",
+        EMBEDDED, {"CustomEmbedLayerNorm": 1, "Gather": 1, "Add": 1},
+    ),
+    "known ids, expanded": (IDS % ("k", "c, d"), KNOWN, {"Gather": 1, "Add": 1}),
+    "known ids of a buffer": (IDS % ("l", "d, c"), KNOWN, {"Gather": 1, "Add": 1}),
+    "ids of an input": (IDS % ("of_input", "c, d"), {}, {"Gather": 2, "Add": 2}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODULATIONS)
-def test_scale_and_shift_of_each_sequence(name: str, tmp_path: Path) -> None:
-    text = f"{CONDITIONED} {{ {MODULATED} {MODULATIONS[name]} }}"
-    report, model = optimized(parsed(text, **CONSTANTS), tmp_path)
-    assert report.fused == {"ada_layer_norm": 1}
-    [norm] = nodes(model, "CustomAdaLayerNorm")
+def test_rows_divided_by_their_length_are_no_norm(tmp_path: Path) -> None:
+    assert_fused(STAY, tmp_path, **CONSTANTS)
+
+
+def test_norms_with_what_is_around_them(tmp_path: Path) -> None:
+    found = assert_fused(MORE, tmp_path, **CONSTANTS)
+    [norm] = found["scale and shift of each sequence, as DiT"]
     assert norm.attributes.get_float("eps", 0) == pytest.approx(0.01)
-    if name == "as DiT":
-        assert types(model) == {"CustomAdaLayerNorm": 1}
 
 
 def test_a_subgraph_that_reads_the_norm(tmp_path: Path) -> None:
     """A branch is part of what is recognised, the body of a loop is not."""
-    scaled = "a = Add (s, one) b = Mul (n, a) p = Add (b, t)"
+    scaled = SCALED.replace("y =", "p =")[:-1]
     choice = f"""y = If (c) <then_branch = f () => (float[N, 6, 8] p) {{ {scaled} }},
                             else_branch = g () => (float[N, 6, 8] q) {{ q = Identity (x) }}>"""
     body = "body = l (int64 i, bool m, float[N, 6, 8] z) => (bool go, float[N, 6, 8] p)"
     loop = f"y = Loop (times, , x) <{body} {{ go = Identity (m) {scaled} }}>"
     inputs = "(float[N, 6, 8] x, float[N, 1, 8] s, float[N, 1, 8] t, bool c) => (float[N, 6, 8] y)"
     in_loop = {"layer_norm": 1}, {"CustomLayerNorm": 1, "Loop": 1}
-    for text, (made, kinds) in ((choice, ({"ada_layer_norm": 1}, {"If": 1})), (loop, in_loop)):
-        proto = parsed(f"{inputs} {{ {MODULATED} {text} }}", times=np.array(1), **CONSTANTS)
+    for text, (made, kinds) in ((choice, (ADAPTED, {"If": 1})), (loop, in_loop)):
+        proto = parsed(f"{inputs} {{ {MODULATED} {text} }}", **CONSTANTS)
         report, model = optimized(proto, tmp_path)
         assert (report.fused, types(model)) == (made, kinds)
-
-
-def test_other_scales_of_a_norm_are_a_product_and_a_sum(tmp_path: Path) -> None:
-    """Of a norm with weights, of each token, of a batch of one, without the one."""
-    weighted = MODULATED.replace("ones", "w")
-    for norm, sizes, text in (
-        (weighted, "N, 1, 8", "a = Add (s, one) b = Mul (n, a) y = Add (b, t)"),
-        (MODULATED, "N, 6, 8", "a = Add (s, one) b = Mul (n, a) y = Add (b, t)"),
-        (MODULATED, "1, 1, 8", "a = Add (s, one) b = Mul (n, a) y = Add (b, t)"),
-        (MODULATED, "N, 1, 8", "b = Mul (n, s) y = Add (b, t)"),
-    ):
-        inputs = f"(float[N, 6, 8] x, float[{sizes}] s, float[{sizes}] t) => (float[N, 6, 8] y)"
-        report, _ = optimized(parsed(f"{inputs} {{ {norm} {text} }}", **CONSTANTS), tmp_path)
-        assert report.fused == {"layer_norm": 1, "addcmul": 1}, (norm, sizes, text)
-
-
-EMBEDDINGS = {
-    "positions": "a = Gather (table, ids) t = Add (a, positions) y = LayerNormalization (t, w)",
-    "the sum is read": "a = Gather (table, ids) t = Add (positions, a) n = LayerNormalization (t, w)"
-    " y = Mul (t, n)",
-    "token types": "a = Gather (table, ids) b = Gather (types, kinds) c = Add (a, b) t = Add (c, positions)"
-    " y = LayerNormalization (t, w)",
-}
-
-
-@pytest.mark.parametrize("name", EMBEDDINGS)
-def test_a_lookup_and_the_norm_behind_it(name: str, tmp_path: Path) -> None:
-    kinds = ", int64[N, 6] kinds" if name == "token types" else ""
-    text = f"(int64[N, 6] ids{kinds}) => (float[N, 6, 8] y) {{ {EMBEDDINGS[name]} }}"
-    tables = {"table": weights(9, 8), "types": weights(2, 8, seed=1), "positions": weights(6, 8, seed=2)}
-    report, model = optimized(parsed(text, w=weights(8), **tables), tmp_path)
-    assert report.fused == {"embed_layer_norm": 1}
-    [norm] = nodes(model, "CustomEmbedLayerNorm")
-    assert len(norm.outputs) == (2 if name == "the sum is read" else 1)
-    assert types(model).get("Gather", 0) == (name == "token types")
-
-
-def test_a_lookup_of_other_ids_stays(tmp_path: Path) -> None:
-    """Ids of one sequence for all, and a table of other dimensions."""
-    for ids, table in (("[1, 6]", (9, 8)), ("[N]", (9, 6, 8))):
-        body = "a = Gather (table, ids) t = Add (a, x) y = LayerNormalization (t, w)"
-        text = f"(int64{ids} ids, float[N, 6, 8] x) => (float[N, 6, 8] y) {{ {body} }}"
-        report, _ = optimized(parsed(text, w=weights(8), table=weights(*table)), tmp_path)
-        assert "embed_layer_norm" not in report.fused
-
-
-EMBEDDED = """(int64[B, S] ids, int64[B, S] types) => (float[B, S, 8] y) {
-    n = Shape (ids) k = Expand (zeros, n) m = Shape <start=1> (ids) l = Slice (long, first, m, axis)
-    a = Gather (words, ids) b = Gather (kinds, %s) c = Add (a, b) d = Gather (places, known) y = Add (%s) }"""
-TABLES = {
-    "words": weights(9, 8), "kinds": weights(2, 8, seed=1), "places": weights(5, 8, seed=2),
-    "zeros": np.zeros((1, 1), np.int64), "long": np.ones((1, 50), np.int64), "known": np.array([[3]]),
-    "first": np.array([0]), "axis": np.array([1]),
-}  # fmt: skip
-
-
-KNOWN = {"embedding of known ids": 1}
-
-
-@pytest.mark.parametrize(
-    ("ids", "total", "fused"),
-    [("k", "c, d", KNOWN), ("l", "d, c", KNOWN), ("types", "c, d", {})],
-    ids=["expanded", "of a buffer", "of an input"],
-)
-def test_embeddings_of_known_ids(ids: str, total: str, fused: dict[str, int], tmp_path: Path) -> None:
-    report, model = optimized(parsed(EMBEDDED % (ids, total), **TABLES), tmp_path)
-    assert report.fused == fused and (not fused or types(model) == {"Gather": 1, "Add": 1})
-
-
-def test_a_norm_that_takes_embeddings_of_known_ids_along_counts_both(tmp_path: Path) -> None:
-    text = EMBEDDED.replace("B, S", "B, 6") % ("k", "c, d)  y = LayerNormalization (t, w")
-    tables = TABLES | {"known": np.array([[0, 1, 2, 3, 4, 0]])}
-    proto = parsed(text.replace("y = Add (c", "t = Add (c"), w=weights(8), **tables)
-    report, _ = optimized(proto, tmp_path)
-    assert report.fused == KNOWN | {"embed_layer_norm": 1}
 
 
 @pytest.mark.parametrize("opset", [9, 12, 16])
@@ -219,15 +204,6 @@ def test_simplified_norms_of_onnxruntime(opset: int, kind: str, without: list[st
     assert model.opset_imports[""] == (20 if report.fused else opset)  # function bodies need 20
     proto = onnx.load(tmp_path / "fast.onnx")
     onnx.checker.check_model(proto, full_check=True)
-
-
-def test_simplified_norms_over_two_axes(tmp_path: Path) -> None:
-    text = """(float[N, 2, 4] x, float[N, 2, 4] z) => (float[N, 2, 4] y, float[N, 1, 1] r, float[N, 2, 4] v) {
-        y, r = SimplifiedLayerNormalization <axis=1> (x, s)
-        v = com.microsoft.SkipSimplifiedLayerNormalization (x, z, t) }"""
-    report, model = optimized(parsed(text, s=weights(2, 4), t=weights(4)), tmp_path, without=["norm"])
-    assert report.fused == {"SkipSimplifiedLayerNormalization decomposed": 1}
-    assert report.error < 1e-6 and not nodes(model, "SimplifiedLayerNormalization")
 
 
 ADDED = {"CustomLayerNorm": "CustomAddLayerNorm", "CustomRmsNorm": "CustomAddRmsNorm"}
@@ -293,19 +269,3 @@ APART = {
 def test_what_stays_apart(norm: str, body: str, tmp_path: Path) -> None:
     _, made = optimized(normed(norm, body), tmp_path)
     assert nodes(made, norm) and not nodes(made, ADDED[norm])
-
-
-@each_norm
-def test_sizes_that_may_differ(norm: str, tmp_path: Path) -> None:
-    proto = normed(norm, PAIR)
-    proto.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "M"
-    _, made = optimized(proto, tmp_path)
-    assert nodes(made, norm) and not nodes(made, ADDED[norm])
-
-
-def test_weights_in_fp32_beside_rows_in_16_bits(tmp_path: Path) -> None:
-    """The fused op takes them as the norm does; an attribute of the norm stays."""
-    proto = normed("CustomRmsNorm", PAIR.replace("eps=0.001", "axis=2, offset=1"), "float16")
-    _, made = optimized(proto, tmp_path)
-    [fused] = made.graph
-    assert fused.op_type == "CustomAddRmsNorm" and fused.attributes.get_int("offset", 0) == 1

@@ -5,11 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from optimizing import LENGTHS, nodes, optimized, parsed, types
+from optimizing import nodes, optimized, parsed, types
 from other_sizes import assert_same
-
-from lab.model_zoo import TINY, Encoder, batch
-from twinop.export import export
 
 HALVES = """f%(n)s, g%(n)s = Split <axis=-1, num_outputs=2> (%(x)s) n%(n)s = Neg (g%(n)s)
     r%(n)s = Concat <axis=-1> (n%(n)s, f%(n)s)"""
@@ -78,36 +75,6 @@ def test_rotations_of_other_pairs_stay(tmp_path: Path) -> None:
     assert not nodes(model, "CustomRope", "RotaryEmbedding")
 
 
-SIZE: dict[str, Any] = {
-    "vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "intermediate_size": 64, "use_cache": False,
-}  # fmt: skip
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("name", "more", "layout", "head_size"),
-    [
-        pytest.param("RoFormer", {"embedding_size": 32}, "interleaved", 0, marks=pytest.mark.slow),
-        ("Phi", {"hidden_size": 64, "partial_rotary_factor": 0.5}, "half", 16),  # turns a part of each head
-    ],
-)
-def test_models(name: str, more: dict[str, Any], layout: str, head_size: int, tmp_path: Path) -> None:
-    """q and k turn in one node."""
-    import transformers
-
-    config = getattr(transformers, f"{name}Config")(**SIZE | more)
-    model, path = Encoder(getattr(transformers, f"{name}Model")(config)), tmp_path / "model.onnx"
-    export(model, batch(TINY), path, exporter="torchscript", dynamic=LENGTHS, verify=False, optimize=False)
-    report, made = optimized(path, tmp_path)
-    assert report.fused["rotary embedding of q and k"] == 1 and report.fused["attention"] == 1
-    [rope] = nodes(made, "CustomRope")
-    assert rope.attributes.get_string("layout", "half") == layout and not nodes(made, "Neg")
-    assert rope.attributes.get_int("head_size", 0) == head_size or not head_size
-    widths = [value.shape[-1] for value in rope.inputs[:2] if value is not None and value.shape is not None]
-    assert widths == [config.hidden_size] * 2
-
-
 @pytest.mark.parametrize(
     ("rotated", "cut", "wanted"),
     [
@@ -146,14 +113,6 @@ def test_tokens_that_do_not_turn(rotated: str, cut: str, joined: str, tokens: in
     [node] = nodes(model, "RotaryEmbedding")
     assert node.inputs[0] is not None and node.inputs[0].shape is not None
     assert node.inputs[0].shape[1] == tokens
-
-
-def test_one_token_turns_behind_another(tmp_path: Path) -> None:
-    """cos and sin have no dimension for the tokens, so they stay as they are."""
-    body = f"rest = Slice (x, zero, one, one) w = Slice (x, one, far, one) {turned(HALVES, 'w', 't')}"
-    text = f"(float[2, 2, 3, 8] x) => (float[2, 2, 3, 8] y) {{ {body} y = Concat <axis=1> (rest, t) }}"
-    _, model = optimized(parsed(text, **tables(angles_of(HALVES, 1, 4))), tmp_path)
-    assert len(nodes(model, "RotaryEmbedding")) == 1
 
 
 APART = {
