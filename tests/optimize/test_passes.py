@@ -286,19 +286,3 @@ def test_a_pass_says_what_later_ones_left() -> None:
     for name in ("activation", "gated"):
         assert passes.apply_passes(context, [ALL[name]]) == {name}
     assert fused(context.model) == {"swiglu": 1}
-
-
-def test_inputs_of_all_values_are_those_of_each() -> None:
-    proto = parsed(
-        """(float[N, 8] x, float[M, 8] z, bool c) => (float[A, 8] y) {
-            s = Shape (z) e = Expand (x, s) t = Relu (z)
-            i = If (c) <then_branch = a () => (float[N, 8] p) { p = Add (x, t) },
-                        else_branch = b () => (float[N, 8] q) { q = Neg (x) }>
-            y = Mul (e, i) }"""
-    )
-    model = ir.from_proto(proto)
-    found = g.given_of_all(model.graph)
-    given = {value: bit for value, bit in found.items() if value in model.graph.inputs}
-    for node in model.graph.all_nodes():
-        for value in node.outputs:
-            assert g.given_of(value) == {each for each, bit in given.items() if bit & found[value]}, value

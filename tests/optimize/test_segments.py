@@ -19,57 +19,22 @@ from twinop.optimize.equivalence import relative_error
 from twinop.optimize.load import load
 from twinop.optimize.segments import Part, Segment, cut, extract
 
-_CHAIN = """(float[N, 4] x, float[N, 4] cache) => (float[N, 4] y, float[N, 4] new_cache) {
-    scale = ReduceMax<keepdims: int = 1>(cache) a = MatMul(x, w1) b = Relu(a) new_cache = Add(cache, b)
-    c = MatMul(b, w2) y = Mul(c, scale) }"""
-
-
-def test_a_part_is_a_model_of_its_own() -> None:
-    model = ir.from_proto(parsed(_CHAIN, w1=weights(4, 4), w2=weights(4, 4, seed=1)))
-    parts = [Part([], ["b", "new_cache"]), Part(["b"], ["y"])]
-    models = [extract(model, part) for part in parts]
-    inputs = [[value.name for value in each.graph.inputs] for each in models]
-    assert inputs == [["x", "cache"], ["b", "cache"]]
-    w2 = models[1].graph.initializers["w2"].const_value
-    assert [*models[1].graph.initializers] == ["w2"] and w2 is model.graph.initializers["w2"].const_value
-    case = {name: weights(3, 4, seed=index) for index, name in enumerate(("x", "cache"), 2)}
-    y, new_cache = _run(model, case)
-    b, found_cache = _run(models[0], case)
-    [found_y] = _run(models[1], {"b": b, "cache": case["cache"]})
-    assert np.array_equal(new_cache, found_cache) and np.array_equal(y, found_y)
-
-
-def test_a_small_model_is_one_segment() -> None:
-    model = ir.from_proto(parsed(_CHAIN, w1=weights(4, 4), w2=weights(4, 4, seed=1)))
-    [segment] = cut(model, model.clone())
-    assert segment.original == segment.result == Part([], ["y", "new_cache"])
-
-
 DECODER = Sizes(width=128, inner=256, heads=2, kv_heads=1, vocab=512)
 _KIB = 1 << 10
 
 
-@pytest.mark.parametrize(
-    ("precision", "device", "layer"),
-    [
-        ("float16", "cuda", 400 * _KIB),
-        pytest.param("float32", "cpu", 800 * _KIB, marks=pytest.mark.slow),
-        pytest.param("int4", "cuda", 130 * _KIB, marks=pytest.mark.slow),  # test_mutations.py has such layers
-    ],
-)
-def test_layers_of_a_decoder(precision: str, device: str, layer: int, tmp_path: Path) -> None:
-    source = write(tmp_path / "old", DECODER, precision, layers=4)
-    report = optimize_folder(source, tmp_path / "new", device=device)
+def test_layers_of_a_decoder(tmp_path: Path) -> None:
+    source = write(tmp_path / "old", DECODER, "float16", layers=4)
+    report = optimize_folder(source, tmp_path / "new", device="cuda")
     original, result = (load(path) for path in (source / "model.onnx", report.path))
-    segments = cut(original, result, layer)
+    segments = cut(original, result, 400 * _KIB)
     assert_same_results(original, result, segments)
     names = [segment.name.partition(" (")[0] for segment in segments]
     assert [name for name in names if "layer" in name] == [f"layer {i} of 4" for i in range(1, 5)], names
     kinds = [segment.kind for segment in segments if "layer" in segment.name]
     assert len({*kinds}) == 2 and len({*kinds[1:3]}) == 1, kinds
-    # In fp16, the products of the result compute the norms: only the sum crosses.
-    crossing = {len(segment.result.inputs) for segment in segments if "layer" in segment.name}
-    assert crossing == ({1} if precision == "float16" else {2})
+    # The products of the result compute the norms: only the sum crosses.
+    assert {len(segment.result.inputs) for segment in segments if "layer" in segment.name} == {1}
 
 
 def changed(model: ir.Model, change: Callable[[ir.Node], None], op_type: str, index: int) -> ir.Model:
@@ -155,12 +120,7 @@ _OF_LARGE_INPUTS = "a%d = MatMul (h%d, w%d) b%d = Add (a%d, v%d) c%d = Relu (b%d
 NUMBERS: dict[str, tuple[str, Callable[[float], np.ndarray]]] = {
     "nothing": (_OF_LARGE_INPUTS, lambda number: np.full(8, number, np.float32)),
     "a bias": (_OF_LARGE_INPUTS, lambda number: np.full(8, number, np.float32)),
-    "a scalar": (_OF_LARGE_INPUTS, lambda number: np.array(number, np.float32)),
     "a table": (_OF_LARGE_INPUTS, lambda number: np.full((4, 8), number, np.float32)),
-    "a row": (
-        "a%d = MatMul (h%d, w%d) n%d = Neg (a%d) b%d = Add (n%d, v%d) c%d = Relu (b%d)",
-        lambda number: np.full(8, number, np.float32),
-    ),
     "a sum of frequencies": (
         "a%d = MatMul (h%d, w%d) p%d = MatMul (ones, v%d) b%d = Add (a%d, p%d) c%d = Relu (b%d)",
         lambda number: np.full((1, 8), number, np.float32),
@@ -282,44 +242,6 @@ def test_what_subgraphs_read_crosses() -> None:
     whole = run_part(model, Part([], ["y"]), case)
     chain = run_chain(model, [each.original for each in segments], case)
     assert np.array_equal(chain["y"], whole["y"])
-
-
-@pytest.mark.parametrize("of_table", [False, True], ids=["computed", "table"])
-def test_what_sizes_make_does_not_cross(of_table: bool) -> None:
-    """Positions, cos of equal halves, a mask: no random numbers are like them. What has the sizes crosses."""
-    table = "both = Gather (rows, p) cos = Concat <axis=-1> (both, both, both, both)"
-    cos = "angles = Mul (column, numbers) both = Concat <axis=-1> (angles, angles) cos = Cos (both)"
-    text = f"""(int64[B, S] ids) => (float[B, S, 64] y) {{
-        h = Gather (table, ids) all = Shape (h) s = Gather (all, one) p = Range (zero, s, one)
-        f = Cast <to=1> (p) column = Unsqueeze (f, ones) {table if of_table else cos}
-        shown = LessOrEqual (f, column) bias = Where (shown, nothing, low)
-        a = MatMul (h, w1) b = Mul (a, cos) c = MatMul (b, w2) t = Transpose <perm=[0, 2, 1]> (c)
-        d = MatMul (c, t) e = Add (d, bias) i = Softmax (e) j = MatMul (i, c)
-        k = MatMul (j, w3) l = Mul (k, cos) y = MatMul (l, w4) }}"""
-    given: dict[str, Any] = {"rows": weights(20, 16)} if of_table else {}
-    given |= {f"w{i}": weights(64, 64, seed=i) for i in range(1, 5)}
-    given |= {"table": weights(20, 64), "numbers": weights(32), "one": np.array(1), "zero": np.array(0)}
-    given |= {"ones": np.array([1]), "nothing": np.float32(0), "low": np.float32(-np.inf)}
-    model = ir.from_proto(parsed(text, **given))
-    segments = cut(model, model.clone(), 32 * _KIB)
-    assert [each.original.inputs for each in segments] == [[], ["b", "h"], ["l"]]
-    assert [each.result.inputs for each in segments] == [[], ["b", "h"], ["l"]]
-    assert_same_results(model, model.clone(), segments)
-
-
-def test_a_table_crosses_in_both_dtypes_or_in_none() -> None:
-    """In 16 bits it is small enough to be read in each segment, and in fp32 it is not."""
-    given = {f"w{i}": weights(64, 64, seed=i) for i in range(1, 4)}
-    text = """(int64[B, S] ids) => (float[B, S, 64] y) {{
-        {} a = MatMul (h, w1) b = Add (a, h) c = MatMul (b, w2) d = Add (c, h) y = MatMul (d, w3) }}"""
-    table = weights(12, 64)
-    wide = ir.from_proto(parsed(text.format("h = Gather (table, ids)"), table=table, **given))
-    rows = "g = Gather (table, ids) h = Cast <to=1> (g)"
-    half = ir.from_proto(parsed(text.format(rows), table=table.astype(np.float16), **given))
-    segments = cut(wide, half, 32 * _KIB)
-    assert len(segments) > 2
-    assert all(each.original.inputs == each.result.inputs for each in segments)
-    assert any("h" in each.result.inputs for each in segments)
 
 
 Values = dict[str, np.ndarray]

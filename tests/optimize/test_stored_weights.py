@@ -127,26 +127,14 @@ def test_a_full_disk_is_seen_before_all(tmp_path: Path, monkeypatch: pytest.Monk
 Damage = Callable[[onnx.ModelProto, Path], None]
 
 
-def _cut(proto: onnx.ModelProto, data: Path) -> None:
-    data.write_bytes(data.read_bytes()[:-8])
-
-
 def _claim(proto: onnx.ModelProto, data: Path) -> None:
     proto.graph.initializer[0].external_data[2].value = "100"
 
 
 def _say_nothing(proto: onnx.ModelProto, data: Path) -> None:
-    _cut(proto, data)
+    data.write_bytes(data.read_bytes()[:-8])
     for tensor in proto.graph.initializer:
         del tensor.external_data[2]
-
-
-def _turn(proto: onnx.ModelProto, data: Path) -> None:
-    proto.graph.initializer[0].dims[0] *= -1
-
-
-def _unnamed(proto: onnx.ModelProto, data: Path) -> None:
-    proto.graph.initializer[0].data_type = 0
 
 
 def _half(proto: onnx.ModelProto, data: Path) -> None:
@@ -164,10 +152,7 @@ def _constant(proto: onnx.ModelProto, data: Path) -> None:
     ("damage", "said"),
     [
         (_constant, "half has 18 bytes, and its raw_data has 7 for it"),
-        (_turn, "w has -4800 bytes, and old.data has 4800 for it"),
-        (_unnamed, "w is of dtype undefined. Export the model again"),
         (_half, "half has 162 bytes, and its raw_data has 159 for it. Copy the file again, or export"),
-        (_cut, r"old.data is cut short \(tensor b\). Copy it again"),
         (_claim, "w has 4800 bytes, and old.data has 100 for it. Copy the file again, or export"),
         (_say_nothing, "b has 120 bytes, and old.data has 112 for it. Copy the file again, or export"),
     ],
@@ -180,11 +165,3 @@ def test_wrong_data_is_refused(damage: Damage, said: str, tmp_path: Path) -> Non
     path.write_bytes(proto.SerializeToString())
     with pytest.raises(ExportError, match=said):
         load(path)
-
-
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    proto = parsed(TEXT, **GIVEN).SerializeToString()
-    for bad in (proto[:-100], proto[:3000], b"\x3f" + proto, b"\xff" * 5000):
-        (tmp_path / "old.onnx").write_bytes(bad)
-        with pytest.raises(ExportError, match="not a complete ONNX model"):
-            load(tmp_path / "old.onnx")

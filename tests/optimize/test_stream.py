@@ -11,73 +11,17 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
-from optimizing import parsed
+from optimizing import nodes, parsed
 from quantised_weights import weight_of
 
-from twinop.deploy.ort_process import SERVER, Endless
-from twinop.deploy.ort_runs import NotRunnable
+from twinop.deploy.ort_process import SERVER
 from twinop.errors import ExportError
 from twinop.optimize import decoders, sliced
-from twinop.optimize.cached_attention import SHARED_CACHES
 from twinop.optimize.equivalence import ACCEPTED, NotEquivalent
 from twinop.optimize.load import load
-from twinop.optimize.segments import Part, Segment
+from twinop.optimize.segments import Part, Segment, cut
 from twinop.optimize.stream import stream
 from twinop.record.tolerance import MAX_USABLE_ERROR
-
-LAYERS = 3
-SIZES = decoder_graphs.Sizes()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns the file of a decoder by its precision."""
-    root = tmp_path_factory.mktemp("decoders")
-
-    def path(precision: str) -> Path:
-        if not (root / precision).exists():
-            decoder_graphs.write(root / precision, SIZES, precision, LAYERS)
-        return root / precision / "model.onnx"
-
-    return path
-
-
-def segments_of_decoder() -> list[Segment]:
-    """Cuts a decoder of `decoder_graphs` by hand."""
-
-    def before(i: int) -> list[str]:
-        if i in (0, LAYERS):
-            return ["/embedded"] if i == 0 else [f"/model.layers.{i}.final_norm_layernorm"]
-        return [f"/model.layers.{i}.input_layernorm", f"/model.layers.{i}.input_layernorm/sum"]
-
-    caches = [[f"present.{i}.{kind}" for kind in ("key", "value")] for i in range(LAYERS)]
-    parts = [("embedding", Part([], before(0)))]
-    parts += [(f"layer {i}", Part(before(i), before(i + 1) + caches[i])) for i in range(LAYERS)]
-    parts += [("head", Part(before(LAYERS), ["logits"]))]
-    return [Segment(name, part, part, "") for name, part in parts]
-
-
-def pair(path: Path) -> tuple[ir.Model, ir.Model]:
-    found = load(path), load(path)
-    for model in found:
-        decoders.set_sizes(model)
-    return found
-
-
-DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "int4": "float16"}
-
-
-@pytest.mark.parametrize(("precision", "shared"), [*zip(DTYPES, [False, True] * 2, strict=True)])
-def test_a_decoder_is_what_it_is(folder: Callable[[str], Path], precision: str, shared: bool) -> None:
-    original, result = pair(folder(precision))
-    original.graph.meta[SHARED_CACHES] = shared
-    seen = list[tuple[int, int]]()
-    found = stream(
-        segments_of_decoder(), original, result, None, DTYPES[precision],
-        progress=lambda index, count: seen.append((index, count)),
-    )  # fmt: skip
-    assert found.error == found.own_error == 0.0 < found.own_noise < 0.1
-    assert seen == [(index, LAYERS + 2) for index in range(LAYERS + 2)]
 
 
 def change(model: ir.Model, name: str, by: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -92,28 +36,29 @@ def swapped_rows(array: np.ndarray, at: int) -> np.ndarray:
     return array
 
 
-def node(model: ir.Model, name: str) -> ir.Node:
-    return next(each for each in model.graph if each.outputs[0].name == name)
-
-
-def another_number(model: ir.Model, name: str, attribute: str, number: Any) -> None:
-    kind = ir.AttrFloat32 if isinstance(number, float) else ir.AttrInt64
-    node(model, name).attributes[attribute] = kind(attribute, number)
-
-
-ATTENTION = "/model.layers.1.attn"
+def set_window(model: ir.Model, window: int) -> None:
+    [_, attention, _] = nodes(model, "GroupQueryAttention")
+    attention.attributes["local_window_size"] = ir.AttrInt64("local_window_size", window)
 
 
 @pytest.mark.parametrize(("window", "changed"), [(12, 13), (1024, 1023)])
-def test_a_window_within_the_prompt(folder: Callable[[str], Path], window: int, changed: int) -> None:
-    original, result = pair(folder("float16"))
+def test_a_window_within_the_prompt(window: int, changed: int, tmp_path: Path) -> None:
+    path = decoder_graphs.write(tmp_path / "old", decoder_graphs.Sizes(), "float16", 3) / "model.onnx"
+    original, result = load(path), load(path)
     for model in (original, result):
-        another_number(model, ATTENTION, "local_window_size", window)
-    assert stream(segments_of_decoder(), original, result, None, "float16").error == 0
-    another_number(result, ATTENTION, "local_window_size", changed)
-    with pytest.raises(NotEquivalent, match="^layer 1: "):
-        stream(segments_of_decoder(), original, result, None, "float16")
-    assert node(original, ATTENTION).attributes["local_window_size"].value == window
+        decoders.set_sizes(model)
+        set_window(model, window)
+    segments = cut(original, result, most_bytes=480 << 10)
+    seen = list[tuple[int, int]]()
+    found = stream(
+        segments, original, result, None, "float16",
+        progress=lambda index, count: seen.append((index, count)),
+    )  # fmt: skip
+    assert found.error == found.own_error == 0.0 < found.own_noise < 0.1
+    assert seen == [(index, len(segments)) for index in range(len(segments))]
+    set_window(result, changed)
+    with pytest.raises(NotEquivalent, match="^layer 2 of 3"):
+        stream(segments, original, result, None, "float16")
 
 
 WIDTH = 64
@@ -175,14 +120,9 @@ def test_sizes_are_tried_until_the_original_runs() -> None:
     original, segments = a_unet()
     value = original.graph.inputs[0]
     value.shape = ir.Shape(["B", 4, "S", "S"])
-    text = "(float[B, 4, 7, 7] x) => (float[B, 4, 7, 7] y) { y = Relu(x) }"
     seen = list[int]()
     stream(segments, original, original, None, "float32", progress=lambda index, count: seen.append(index))
     assert seen == [0, 1, 2]  # 32 is even
-    odd = ir.from_proto(parsed(text))
-    with pytest.raises(ExportError, match="the original fails"):
-        wrong = {"x": np.zeros((1, 4, 6, 7), np.float32)}
-        stream(cut_at(odd, ["y"])[:1], odd, odd, None, "float32", cases=[wrong])
 
 
 EXPERTS = 24
@@ -240,16 +180,8 @@ def test_what_fails_is_named() -> None:
     fails = half("z = Concat<axis=1>(x, x)  w = MatMul(z, x)  y = Relu(w)")
     with pytest.raises(NotEquivalent, match="^part 0: the result fails: "):
         stream(cut_at(original), original, fails, None, "float16")
-    refused = half("y = com.microsoft.NoSuchOperator(x)")
-    with pytest.raises(NotEquivalent, match="^part 0: the result fails: "):
-        stream(cut_at(original), original, refused, None, "float16")
     with pytest.raises(ExportError, match="^part 0: the original fails: "):
-        stream(cut_at(original), refused, original, None, "float16")
-    lacks = half("z = Neg(x)  y = Neg(z)")
-    segments = cut_at(lacks, ["z"])
-    with pytest.raises(NotEquivalent, match="^part 0: it returns z, which the original does not compute"):
-        whole = Part([], ["y"])
-        stream([Segment("part 0", whole, segments[0].result, "")], original, lacks, None, "float16")
+        stream(cut_at(original), fails, original, None, "float16")
 
 
 def test_what_accumulates_is_compared_at_the_outputs() -> None:
@@ -289,18 +221,3 @@ def test_quantised_products_in_bfloat16(tmp_path: Path) -> None:
     change(result, "s", lambda array: array[::-1].copy())
     with pytest.raises(NotEquivalent):
         stream(cut_at(original), original, result, None, "bfloat16")
-
-
-@pytest.mark.parametrize("error", [Endless("no progress"), NotRunnable("no kernel")])
-def test_a_segment_that_does_not_run_is_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = half("a = Abs(x)  y = Neg(a)")
-
-    def run(model: ir.Model, *arguments: Any, **options: Any) -> list[dict[str, np.ndarray]]:
-        if any(node.op_type == "Neg" for node in model.graph):
-            raise error
-        return whole(model, *arguments, **options)
-
-    whole = sliced.run
-    monkeypatch.setattr(sliced, "run", run)
-    with pytest.raises(type(error), match=f"^part 1: {error}"):
-        stream(cut_at(original, ["a"]), original, original, None, "float16")
