@@ -4,10 +4,6 @@ On the CPU, where ONNX Runtime's products depend on the batch, the results are c
 the form for CUDA.
 """
 
-import hashlib
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -119,10 +115,6 @@ class Decoder:
             each.masked_fill_(mask[:, None, :, None] == 0, torch.nan)
         return tokens, mask, caches
 
-    def digest(self) -> str:
-        """Returns a hash of the logits of all sequences."""
-        return hashlib.sha256(self(*self.sequences).float().cpu().numpy().tobytes()).hexdigest()
-
 
 def same(found: Tensor, expected: Tensor) -> bool:
     if found.is_cuda:
@@ -145,32 +137,17 @@ def test_the_same_bits_in_every_company(device: str, precision: str, decoder: Ca
         return steps(tokens[chosen], mask[chosen], {name: each[chosen] for name, each in caches.items()})
 
     everyone = torch.arange(SEQUENCES, device=device)
-    for batch in (2, 3, 7, 8, 9, SEQUENCES):
+    for batch in (2, 3, 7, 8, 9, SEQUENCES) if device == "cuda" else (3,):
         assert same(run(everyone[:batch]), expected[:batch]), batch
         assert same(run(everyone[-batch:]), expected[-batch:]), batch
     turned = torch.randperm(SEQUENCES, generator=torch.Generator().manual_seed(1)).to(device)
     assert same(run(turned), expected[turned])
-    for chosen in (everyone[:1].expand(5), *(everyone.repeat(4)[:rows] for rows in (17, 31, 32, 33, 64))):
+    many = (17, 31, 32, 33, 64) if device == "cuda" else (33,)
+    for chosen in (everyone[:1].expand(5), *(everyone.repeat(4)[:rows] for rows in many)):
         assert same(run(chosen), expected[chosen]), len(chosen)
     assert same(run(everyone, mask.flip(1)), expected)  # padding on the left
     clean = {name: each.nan_to_num(3.0) for name, each in caches.items()}
     assert same(run(everyone, caches=clean), expected)  # other garbage
-
-
-@pytest.mark.parametrize(
-    ("device", "precision"),
-    [
-        pytest.param(*each, marks=pytest.mark.slow if each[0] == "cpu" else pytest.mark.cuda)
-        for each in (("cpu", "float16"), ("cuda", "float16"), ("cuda", "int4"))
-    ],
-)
-def test_the_same_bits_in_each_process(device: str, precision: str, decoder: Callable[[str], Path]) -> None:
-    folder, here = decoder(precision), Path(__file__).parent
-    code = f"import test_decoder_steps as t; print(t.Decoder(t.Path({str(folder)!r}), {device!r}).digest())"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
-    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split()[-1] == Decoder(folder, device).digest()
 
 
 @each_form

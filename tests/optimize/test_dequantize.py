@@ -8,13 +8,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnxruntime.quantization import matmul_nbits_quantizer as quantizer
 from optimizing import nodes, optimized, parsed, rewritten, types, weights
 from quantised_weights import weight_of
 
 from twinop import deploy
-from twinop.model import weights as lazy
 from twinop.optimize import dequantize
 from twinop.optimize.equivalence import NotEquivalent
 from twinop.optimize.quantised import Quantised, QuantisedGates
@@ -91,29 +90,6 @@ def test_what_stays_is_named(options: dict[str, Any], reason: str) -> None:
     assert types(made) == Counter(node.op_type for node in proto.graph.node)
 
 
-@pytest.mark.parametrize(("scale", "made"), [(2e-3, 1), (1e-7, 0)])
-def test_scales_that_float16_lacks_stay(scale: float, made: int, tmp_path: Path) -> None:
-    proto = model("int8", 0, zero=False)
-    scales = np.random.default_rng(0).uniform(0.5, 1, (K // BLOCK, N)).astype(np.float32) * scale
-    proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(scales, "s"))
-    for value in (*proto.graph.input, *proto.graph.output):
-        value.type.tensor_type.elem_type = TensorProto.FLOAT
-    del proto.graph.initializer[1]
-    report, result = optimized(proto, tmp_path, dtype="float16")
-    assert types(result).get("CustomLinearQ", 0) == made
-    assert report.skipped == ({} if made else {"DequantizeLinear: scales that float16 does not have": 1})
-
-
-def test_a_product_in_fp32_stays(tmp_path: Path) -> None:
-    """Its x may be large: floats of integers."""
-    proto = model("int4", 0, reader="p = CastLike (x, s) c = CastLike (i, s) y = MatMul (c, d)")
-    proto.graph.input[0].type.tensor_type.elem_type = TensorProto.INT64
-    proto.graph.input[0].name = "i"
-    proto.graph.node[1].input[0] = "i"
-    _, made = optimized(proto, tmp_path)
-    assert "CustomLinearQ" not in types(made) and types(made)["MatMulNBits"] == 1
-
-
 def test_a_mixture_of_experts_stays_as_it_is(tmp_path: Path) -> None:
     """In its 16 bits, and what follows it is fused."""
     random, half = np.random.default_rng(0), np.float16
@@ -156,25 +132,6 @@ def test_what_the_quantizer_of_onnx_runtime_writes(symmetric: bool, tmp_path: Pa
     assert "DequantizeLinear" in [node.op_type for node in made.model.model.graph.node]
     report, result = optimized(made.model.model, tmp_path, dtype="float16")
     assert types(result)["CustomLinearQ"] == 1 and not report.skipped
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("columns", [128, 6, 5])
-def test_packed_in_strips(kind: str, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also turned ones in a file, of which no strip reads more than it has."""
-    monkeypatch.setattr(lazy, "_STRIP", 64)
-    monkeypatch.setattr(lazy, "LARGE", 0)
-    values = integers(kind, columns, 48)
-    dtype, bits = ir.DataType[kind.upper()], KINDS[kind]
-    (tmp_path / "data").write_bytes(b"12345" + ir.tensor(values.astype(dtype.numpy()), dtype=dtype).tobytes())
-    stored = lazy.Stored(tmp_path / "data", 5, dtype, values.shape)
-    width = -(-columns * bits // 8)
-    found = lazy.packed(lazy.transpose(stored), [48, width]).numpy()
-    codes = (values.T + (0 if kind.startswith("u") else 2 ** (bits - 1))).astype(np.uint8)
-    if bits == 4:
-        codes = np.pad(codes, ((0, 0), (0, columns % 2)))
-        codes = codes[:, ::2] + 16 * codes[:, 1::2]
-    np.testing.assert_array_equal(found, codes)
 
 
 WIDTH, COLUMNS = 64, 32

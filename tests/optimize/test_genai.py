@@ -15,7 +15,6 @@ import onnxruntime as ort
 import pytest
 from genai_models import FAMILIES, PROMPT, STEPS, Decoder, Genai, build
 from optimizing import nodes, parsed, rewritten, types, weights
-from slow_cases import often
 from typer.testing import CliRunner
 
 from twinop.cli import app
@@ -63,8 +62,8 @@ def nudged(source: Path, target: Path) -> Path:
 
 # The CPU has no attention in fp16 with norms of q and k.
 FP16 = [family for family in FAMILIES if family not in ("Qwen3", "Gemma3", "Lfm2")]
-# One of each kind of layer; --all has all.
-DEFAULT = {"Phi3": "fp32", "Gemma2": "fp16"} | dict.fromkeys(("Llama", "Phi", "Gemma3", "Lfm2"), "int4")
+# One of each kind of layer; --all has all. Llama is a journey, and Gemma 2 below.
+DEFAULT = {"Phi3": "fp32"} | dict.fromkeys(("Phi", "Gemma3", "Lfm2"), "int4")
 
 
 @pytest.mark.parametrize(
@@ -103,8 +102,8 @@ def test_same_in_genai(family: str, precision: str, built: Builds, genai: Genai,
 @pytest.mark.parametrize(
     ("family", "precision", "device"),
     [
-        *(pytest.param(each, "fp16", "cuda", marks=() if each == "Gemma2" else slow) for each in FP16),
-        ("Qwen2", "fp16", "cpu"),
+        ("Gemma2", "fp16", "cuda"),
+        pytest.param("Qwen2", "fp16", "cpu", marks=slow),
         ("Qwen2", "int4", "cuda"),
     ],
 )
@@ -131,10 +130,9 @@ def test_several_sequences(
     assert compared >= STEPS
 
 
-@pytest.mark.parametrize("family", often(["Qwen2", "Gemma", "Phi3"], "Qwen2"))
-def test_packed_in_float8(family: str, built: Builds, genai: Genai, tmp_path: Path) -> None:
+def test_packed_in_float8(built: Builds, genai: Genai, tmp_path: Path) -> None:
     """genai's own steps are as close as the report says."""
-    source = built(family, "fp16", "cuda")
+    source = built("Qwen2", "fp16", "cuda")
     float8 = pack_genai(Options(source, tmp_path / "fast", genai=True, dtype="float8")).float8
     assert len(float8.layers) + len(float8.returned) == 7 and float8.layers
     tokens, expected = genai(source)
@@ -159,8 +157,6 @@ def test_norms_of_q_and_k_that_only_cuda_computes(built: Builds, genai: Genai, t
     on_cpu = nodes(ir.load(tmp_path / "cpu/model.onnx"), "GroupQueryAttention")
     assert all(len(node.inputs) < 15 for node in on_cpu)
     genai(tmp_path / "cpu")
-    with pytest.raises(RuntimeError, match=r"max_length \(257\) cannot be greater than model context_length"):
-        genai(tmp_path / "cpu", length=257)
 
 
 def test_decoders_of_embeddings(built: Builds, tmp_path: Path) -> None:
@@ -173,30 +169,22 @@ def test_decoders_of_embeddings(built: Builds, tmp_path: Path) -> None:
 def test_folders_that_stay_as_they_are_for_beams(built: Builds, tmp_path: Path) -> None:
     source = shutil.copytree(built("Llama", "fp16", "cuda", enable_cuda_graph=1), tmp_path / "old")
     change("search.num_beams", 4, source)
-    assert "attention over a cache" not in optimized(source, tmp_path / "beams", "cuda").fused
+    report = optimized(source, tmp_path / "beams", "cuda", dry_run=True)
+    assert report.fused and "attention over a cache" not in report.fused
 
 
 def test_what_only_16_bits_have_is_named(built: Builds, tmp_path: Path) -> None:
-    report = optimized(built("Llama", "int4"), tmp_path / "wide", "cuda")
+    report = optimized(built("Llama", "int4"), tmp_path / "wide", "cuda", dry_run=True)
     reason = "float32; twinop's kernel is for 16 bits (dtype='float16')"
     assert report.skipped == {f"MatMulNBits: {reason}": 11, f"GroupQueryAttention: {reason}": 2}
-    source = built("Llama", "fp16", "cuda", use_paged_attention="true")
-    said = rf"{source}/model.onnx \(in fp32\): ONNX Runtime refuses it: .*operator \(PagedAttention\)"
-    with pytest.raises(ExportError, match=said):
-        optimize_folder(source, tmp_path / "paged")
 
 
 def test_folders_of_twinop(built: Builds, tmp_path: Path) -> None:
-    """Those for the CPU can be optimised again, and those for CUDA are named; no checksums stay."""
-    for source, device in ((built("Llama"), "cpu"), (built("Llama", "int4", "cuda"), "cuda")):
-        folder = tmp_path / device
-        pack_genai(Options(source, folder, genai=True, device=device))
-        assert (folder / "twinop-pack.json").exists()
+    """Those for the CPU can be optimised again; no checksums stay."""
+    pack_genai(Options(built("Llama"), tmp_path / "cpu", genai=True, device="cpu"))
+    assert (tmp_path / "cpu/twinop-pack.json").exists()
     optimized(tmp_path / "cpu", tmp_path / "again")
     assert not (tmp_path / "again/twinop-pack.json").exists()
-    said = r"has CustomAttentionCached, CustomLinearQ.*: twinop has optimised it for cuda already"
-    with pytest.raises(ExportError, match=said):
-        optimize_folder(tmp_path / "cuda", tmp_path / "no", device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +193,6 @@ def test_folders_of_twinop(built: Builds, tmp_path: Path) -> None:
         ("Qwen2", {"fuse_qkv": "false", "is_symmetric": "false", "shared_embeddings": "false"}, 2),
         ("Llama", {"fuse_qkv": "false", "block_size": 64}, 2),
         pytest.param("Llama", {"fuse_qkv": "false", "algo_config": "k_quant_mixed"}, 1, marks=slow),  # 8 bits
-        pytest.param("Gemma", {"fuse_mlp_gate_up": "true"}, 0, marks=slow),  # GELU
     ],
     ids=str,
 )
@@ -277,10 +264,9 @@ def test_products_of_other_sizes_are_refused(k: int, said: str) -> None:
         rewritten(parsed(text, B=b, scales=scales), quantised.Quantised)
 
 
-@pytest.mark.parametrize("family", often(["Gemma3", "Gemma2"], "Gemma3"))
-def test_norms_of_gemma_stay_in_fp32(family: str, built: Builds, tmp_path: Path) -> None:
+def test_norms_of_gemma_stay_in_fp32(built: Builds, tmp_path: Path) -> None:
     """What it adds up may exceed fp16. Its table of embeddings and norms of heads are in fp16."""
-    source = built(family, "fp16", "cuda")
+    source = built("Gemma3", "fp16", "cuda")
     report = optimized(source, tmp_path / "fast", "cuda")
     assert report.skipped == {"GroupQueryAttention: its attribute sliding_window_cache": 1}
     model = ir.load(tmp_path / "fast/model.onnx")
@@ -291,7 +277,7 @@ def test_norms_of_gemma_stay_in_fp32(family: str, built: Builds, tmp_path: Path)
     wide = [each for each in model.graph.initializers.values() if each.dtype is ir.DataType.FLOAT]
     assert {len(each.shape or ()) for each in wide} <= {0, 1}
     [window] = nodes(model, "GroupQueryAttention")
-    assert len(window.inputs) == (16 if family == "Gemma3" else 9)
+    assert len(window.inputs) == 16
 
 
 @pytest.mark.cuda

@@ -36,16 +36,15 @@ def marks(path: Path, name: str = "invariant") -> Counter[tuple[str, int]]:
 @pytest.mark.parametrize("precision", often(["float16", "bfloat16", "int4"], "float16"))
 def test_every_product_of_a_decoder_gets_it(precision: str, tmp_path: Path) -> None:
     """The file is compared as any other, and loads."""
-    source, infix = write(tmp_path / "old", DECODER, precision), "Q" if precision == "int4" else ""
-    for invariant in (False, True)[precision != "float16" :]:
-        report = optimize_folder(source, tmp_path / f"{invariant}", invariant=invariant)
-        names = {f"CustomLinear{infix}": 7, f"CustomLinear{infix}Swiglu": 2}
-        assert marks(report.path) == {(name, int(invariant)): count for name, count in names.items()}
-        few = 0 if precision == "int4" else 32 if invariant else 64  # integers have no such attribute
-        assert marks(report.path, "few_rows") == {(name, few): count for name, count in names.items()}
-        assert not report.skipped and report.fused["attention over a cache"] == 2
-        assert report.fused.get("invariant matmuls", 0) == 9 * invariant
-        check_model(report.path, tmp_path / f"{invariant}/libcustom_ops.so")
+    infix = "Q" if precision == "int4" else ""
+    report = optimize_folder(write(tmp_path / "old", DECODER, precision), tmp_path / "new", invariant=True)
+    names = {f"CustomLinear{infix}": 7, f"CustomLinear{infix}Swiglu": 2}
+    assert marks(report.path) == {(name, 1): count for name, count in names.items()}
+    few = 0 if precision == "int4" else 32  # integers have no such attribute
+    assert marks(report.path, "few_rows") == {(name, few): count for name, count in names.items()}
+    assert not report.skipped and report.fused["attention over a cache"] == 2
+    assert report.fused["invariant matmuls"] == 9
+    check_model(report.path, tmp_path / "new/libcustom_ops.so")
 
 
 def test_a_packed_folder_of_genai_gets_it(tmp_path: Path) -> None:

@@ -16,15 +16,11 @@ from twinop.optimize.rewrite import fused
 DECODER = Sizes(width=128, inner=256, heads=2, kv_heads=1, vocab=1024)
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_norms_of_a_decoder(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_of_a_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the last one, which the logits' product reads, go; the file is compared as any other."""
     monkeypatch.setattr(norm_into_matmul, "_MOST_ELEMENTS", 1024 * 128)
-    source = write(tmp_path / "old", DECODER, precision)
-    report = optimize_folder(source, tmp_path / "new")
+    report = optimize_folder(write(tmp_path / "old", DECODER, "bfloat16"), tmp_path / "new")
     assert report.fused["norms in matmuls"] == 4 and report.fused["add_rms_norm"] == 1 and not report.skipped
-    if precision == "float16":
-        assert report.own_error is not None and report.error < 2 * report.own_error
     model = ir.load(report.path)
     kinds = types(model)
     assert kinds["CustomAddRmsNorm"] == 1 and "CustomRmsNorm" not in kinds

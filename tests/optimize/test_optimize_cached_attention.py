@@ -133,8 +133,6 @@ def test_promises_outlive_the_conversion_of_opsets(opset: int, tmp_path: Path) -
     [
         ({"lacks": "do_rotary", "size": 96, "rotary_interleaved": 1}, 5),
         ({"lacks": "norms", "norms": True, "packed": False}, 6),
-        pytest.param({"lacks": "sinks", "sinks": True}, 7, marks=pytest.mark.slow),
-        pytest.param({"lacks": "smooth_softmax", "smooth_softmax": 1}, 7, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -170,7 +168,6 @@ def test_tables_and_norms_of_one_layer_alone() -> None:
     [
         ({}, "caches that grow (past and present are not known to share memory)"),
         ({"size": 32}, "heads of 32 with 3 outputs"),
-        ({"sliding_window_cache": 1, "local_window_size": ROWS}, "its attribute sliding_window_cache"),
     ],
     ids=str,
 )
