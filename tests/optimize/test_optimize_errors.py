@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,6 @@ from twinop.optimize import (
     verifier,
 )
 from twinop.optimize import graph as g
-from twinop.optimize.comparison import Comparison
 
 TEXT = "(float[N, 4] x) => (float[N, 3] y) { y = MatMul (x, w) }"
 
@@ -109,13 +107,12 @@ def test_a_node_that_no_cpu_runs_needs_no_other_inputs(tmp_path: Path) -> None:
     assert "the original cannot be run on the CPU" in said and "MoE" in said and "inputs" not in said
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_values_without_a_dtype_cannot_be_converted(dtype: str, tmp_path: Path) -> None:
+def test_values_without_a_dtype_cannot_be_converted(tmp_path: Path) -> None:
     """Shape inference does not know nodes of others."""
     text = """(float[N, 4, 4] x) => (float[N, 4, 4] y) {
         a = MatMul (x, w) b = com.microsoft.Trilu (a) y = MatMul (b, w) }"""
-    said = refusal(parsed(text, w=weights(4, 4)), tmp_path, dtype=dtype)
-    assert f"dtype='{dtype}': the dtypes of some values are not known" in said and "value_info" in said
+    said = refusal(parsed(text, w=weights(4, 4)), tmp_path, dtype="bfloat16")
+    assert "dtype='bfloat16': the dtypes of some values are not known" in said and "value_info" in said
 
 
 def test_inputs(model: Path, tmp_path: Path) -> None:
@@ -154,19 +151,15 @@ def test_results_that_differ_without_any_rewrite(text: str, opset: int, message:
 
 _RELU = onnx.helper.make_node("Relu", ["x"], ["y"])
 _AGAIN = onnx.helper.make_node("Neg", ["x"], ["y"])
-_ZEROS = [onnx.numpy_helper.from_array(np.zeros(1, kind), "zeros") for kind in (np.float32, np.int64)]
-_SPARSE = onnx.helper.make_sparse_tensor(_ZEROS[0], _ZEROS[1], [4])
-_CONSTANT = onnx.helper.make_node("Constant", [], ["w"], sparse_value=_SPARSE)
 
 
 @pytest.mark.parametrize(
     ("made", "change", "message"),
     [
-        ([_CONSTANT], {}, "cannot read it: Sparse tensors are not supported yet. Check it with"),
         ([_RELU, _AGAIN], {}, "cannot read it: Output 'y' is redeclared in the current graph scope"),
         ([_RELU], {"data_type": 77, "dims": [1]}, "cannot read it: 77 is not a valid DataType. Check"),
     ],
-    ids=["sparse", "redeclared", "dtype"],
+    ids=["redeclared", "dtype"],
 )
 def test_what_cannot_be_read(made: list[Any], change: dict[str, Any], message: str, tmp_path: Path) -> None:
     proto = parsed("(float[4] x) => (float[4] y) { y = Relu (x) }")
@@ -231,15 +224,6 @@ def test_nothing_recognised(device: str, op: str, tmp_path: Path) -> None:
     assert [node.op_type for node in onnx.load(tmp_path / "new.onnx").graph.node] == ["Identity", op]
 
 
-def test_command(model: Path, tmp_path: Path) -> None:
-    target = tmp_path / "new.onnx"
-    options = ["--dtype", "float16", "--device", "cuda", "--without", "norm"]
-    result = CliRunner().invoke(app, ["optimize", str(model), "-o", str(target), *options])
-    assert result.exit_code == 0, result.output
-    assert "old.onnx -> new.onnx: 1 nodes -> 1; same outputs" in result.output and "1 linear" in result.output
-    assert [node.op_type for node in onnx.load(target).graph.node] == ["CustomLinear"]
-
-
 def test_export_optimises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, as the command does; a file that cannot be optimised is written as it is."""
     layers, given, path = torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.randn(2, 4), tmp_path / "net.onnx"
@@ -247,13 +231,12 @@ def test_export_optimises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     said = "optimised for ONNX Runtime; optimize=False keeps the exporter's nodes"
     report = export(layers, given, path, **options, optimize=False)
     assert list(report.nodes) == ["Gemm"] and report.optimized is None and said not in report.notes
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        report = export(layers.to(dtype), given.to(dtype), path, **options)
-        assert report.optimized is not None and report.optimized.fused == {"linear+bias": 1}
-        assert said in report.notes
-        assert list(report.nodes) == ["custom_domain.CustomLinear"] and report.custom_ops == ["CustomLinear"]
-        assert [node.op_type for node in onnx.load(path).graph.node] == ["CustomLinear"]
-    assert export(layers, given.double(), path, bodies=False, **options).optimized is None
+    report = export(layers.bfloat16(), given.bfloat16(), path, **options)
+    assert report.optimized is not None and report.optimized.fused == {"linear+bias": 1}
+    assert said in report.notes
+    assert list(report.nodes) == ["custom_domain.CustomLinear"] and report.custom_ops == ["CustomLinear"]
+    assert [node.op_type for node in onnx.load(path).graph.node] == ["CustomLinear"]
+    assert export(layers.float(), given, path, bodies=False, **options).optimized is None
     with pytest.raises(ExportError, match="optimising needs function bodies"):
         export(layers, given, path, optimize=True, bodies=False, **options)
 
@@ -262,7 +245,7 @@ def test_export_optimises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (KeyError("x"), "not optimised: KeyError: 'x'; this is a defect of twinop, please report it"),
     ):
         monkeypatch.setattr("twinop.optimize.source.load", Mock(side_effect=error))
-        report = export(layers, given.double(), path, optimize=True, **options)
+        report = export(layers, given, path, optimize=True, **options)
         assert report.optimized is None and report.notes[-1] == note
     assert [node.op_type for node in onnx.load(path).graph.node] == ["Gemm"]
     assert [file.name for file in tmp_path.iterdir()] == ["net.onnx"]
@@ -273,20 +256,6 @@ def segmented(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts small models, too."""
     monkeypatch.setattr("twinop.optimize.segments.MOST_BYTES", 100)
     monkeypatch.setattr(verifier, "cut", partial(segments.cut, most_bytes=100))
-
-
-@pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collects the first outputs of segments that are compared."""
-    found, check = list[str](), Comparison.check
-
-    def counted(self: Comparison, *given: Any) -> float:
-        assert self.part is not None
-        found.append(self.part.outputs[0])
-        return check(self, *given)
-
-    monkeypatch.setattr(Comparison, "check", counted)
-    return found
 
 
 def layers(folder: Path, op: str, **given: Any) -> OptimizeReport:
@@ -330,28 +299,10 @@ def test_a_failing_one_is_reverted(most_bytes: int, tmp_path: Path, monkeypatch:
     assert report.reverted == {"other": "fails: KeyError: 'x': this is a defect of twinop, please report it"}
 
 
-def test_what_a_reverted_rewrite_leaves_as_it_is_is_compared_once(
-    tmp_path: Path, segmented: None, compared: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of several segments, those that have another form without the rewrite are compared again."""
-
-    def broken(work: Any) -> None:
-        for node in work.nodes("Softplus"):
-            node.op_type = "Softsign"
-
-    monkeypatch.setattr(passes, "PASSES", [*passes.PASSES, pass_of("broken", broken)])
-    text = """(float[N, 8] x) => (float[N, 8] y) { a = MatMul (x, w) b = Tanh (a) c = MatMul (b, v)
-        y = Softplus (c) }"""
-    report = reported(parsed(text, w=weights(8, 8), v=weights(8, 8, seed=1)), tmp_path)
-    assert [*report.reverted] == ["broken"] and report.fused == {"linear": 2}, report
-    once, again = Counter(compared).most_common()[::-1][0], Counter(compared)["y"]
-    assert once[1] == 2 and again > 2, compared  # as rewritten, and without any rewrite
-
-
-def test_an_output_of_nothing_in_a_known_layer(tmp_path: Path, segmented: None, compared: list[str]) -> None:
+def test_an_output_of_nothing_in_a_known_layer(tmp_path: Path, segmented: None) -> None:
     """The last layer is not compared on other inputs: its weights alone differ."""
     report = layers(tmp_path, "Tanh", w3=np.full((8, 8), np.nan, np.float32))
-    assert "h4" not in compared and report.fused == {"linear": 4}, compared
+    assert report.fused == {"linear": 4}
     assert report.notes == ["output h4 has no finite number for any of the inputs: it was not compared"]
 
 
@@ -384,8 +335,7 @@ def test_a_rewrite_that_only_fails_in_the_written_file_is_reverted(
     assert "layer 3 of 4" in said and "this is a defect of twinop" in said
 
 
-@pytest.mark.parametrize("has_rewrite", [False, True])
-def test_a_runtime_that_is_wrong(has_rewrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as MatMulNBits with blocks of 512 in ONNX Runtime 1.23, which reads other memory each time."""
     numbers = itertools.count()
 
@@ -395,6 +345,6 @@ def test_a_runtime_that_is_wrong(has_rewrite: bool, tmp_path: Path, monkeypatch:
 
     for module in (equivalence, comparison):
         monkeypatch.setattr(module, "run", run)
-    monkeypatch.setattr(passes, "PASSES", [pass_of("other", wrong)] if has_rewrite else [])
+    monkeypatch.setattr(passes, "PASSES", [pass_of("other", wrong)])
     said = refusal(parsed("(float[N, 4] x) => (float[N, 4] y) { y = Relu (x) }"), tmp_path, device="cpu")
     assert "the model without any rewrite differs" in said and "it may be rounding, or ONNX Runtime" in said

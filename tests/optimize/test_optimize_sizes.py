@@ -1,6 +1,7 @@
 """Tests of the sizes of generated inputs: expressions, sizes that weights fix, and how large they may be."""
 
 import re
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,8 @@ import onnx_ir as ir
 import pytest
 from optimizing import JOINED, KT, apart, nodes, optimized, parsed, refusal, weights
 from other_sizes import assert_same
-from slow_cases import often
 
 from twinop.deploy.ort_runs import run
-from twinop.optimize import equivalence, inputs, masks, optimize
 from twinop.optimize.symbolic_shapes import infer_shapes, infer_types
 from twinop.record.dimensions import expressions
 
@@ -40,47 +39,26 @@ def test_names_that_are_expressions(names: list[str], found: dict[str, int]) -> 
     assert {name: each(sizes) for name, each in expressions(names).items()} == found
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "(float[B, S, 8] x, float[B, P, 8] past, float[B, T, 8] z) => (float[B, T, 8] y) "
-        "{ c = Concat <axis=1> (past, x) d = Add (c, z) y = Neg (d) }",
-        "(float[B, T, 8] x, float[B, S, 8] z, float[B, P, 8] past) => (float[B, S, 8] y) "
-        "{ c = Concat <axis=1> (past, z) d = Add (c, x) y = Neg (d) }",
-    ],
-)
-@pytest.mark.parametrize("total", ["P + S", "S+P", "(P + S)"])
-def test_a_dimension_that_is_a_sum(text: str, total: str, tmp_path: Path) -> None:
-    proto = parsed(text)
+@pytest.mark.parametrize(("order", "total"), [("S P T", "P + S"), ("T S P", "S+P"), ("P T S", "(P + S)")])
+def test_a_dimension_that_is_a_sum(order: str, total: str, tmp_path: Path) -> None:
+    given = ", ".join(f"float[B, {size}, 8] {size.lower()}" for size in order.split())
+    text = "c = Concat <axis=1> (p, s) d = Add (c, t) y = Neg (d)"
+    proto = parsed(f"({given}) => (float[B, T, 8] y) {{ {text} }}")
     for value in proto.graph.input:
         dim = value.type.tensor_type.shape.dim[1]
         dim.dim_param = total if dim.dim_param == "T" else dim.dim_param
     optimized(proto, tmp_path)
 
 
-def test_a_difference_is_not_empty(tmp_path: Path) -> None:
-    text = "{ s = Concat <axis=0> (a, c) d = Add (s, b) y = Neg (d) }"
-    proto = parsed(f"(float[P, 8] a, float[N, 8] b, float[D, 8] c) => (float[N, 8] y) {text}")
-    for value, name in zip(proto.graph.input, ("past", "total", "total - past"), strict=True):
-        value.type.tensor_type.shape.dim[0].dim_param = name
-    optimized(proto, tmp_path)
-
-
 IMAGE = "(float[B, C, H, W] x) => (float[B, D, E, F] y) {{ {} }}"
 CHANNELS = {
     "Conv": (IMAGE.format("y = Conv <strides=[8, 8]> (x, k)"), {"k": weights(4, 3, 8, 8)}),
-    "grouped": (IMAGE.format("y = Conv <group=3> (x, k)"), {"k": weights(6, 2, 3, 3)}),
-    "ConvTranspose": (IMAGE.format("y = ConvTranspose (x, k)"), {"k": weights(5, 3, 3, 3)}),
-    "rank 3": ("(float[B, C, L] x) => (float[B, D, F] y) { y = Conv (x, k) }", {"k": weights(4, 3, 3)}),
     "channels last, padded": (
         "(float[B, H, W, C] x) => (float[B, D, E, F] y) { t = Transpose <perm=[0, 3, 1, 2]> (x) "
         "p = Pad (t, pads) y = Conv (p, k) }",
         {"k": weights(4, 3, 3, 3), "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1])},
     ),
     "MatMul": ("(float[B, S, F] x) => (float[B, S, G] y) { y = MatMul (x, k) }", {"k": weights(5, 4)}),
-    "Gemm": ("(float[B, F] x) => (float[B, G] y) { y = Gemm <transB=1> (x, k) }", {"k": weights(4, 5)}),
-    "norm": ("(float[B, S, F] x) => (float[B, S, F] y) { r = Relu (x) y = LayerNormalization (r, k) }",
-             {"k": weights(5)}),
     "windows of samples": (
         "(float[B, T] x) => (float[B, D, F] y) { u = Unsqueeze (x, one) y = Conv <strides=[160]> (u, k) }",
         {"k": weights(4, 1, 400), "one": np.array([1])}),
@@ -90,9 +68,7 @@ CHANNELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", often(CHANNELS, "Conv", "channels last, padded", "MatMul", *[*CHANNELS][-3:])
-)
+@pytest.mark.parametrize("name", CHANNELS)
 def test_sizes_that_weights_fix(name: str, tmp_path: Path) -> None:
     text, constants = CHANNELS[name]
     optimized(parsed(text, **constants), tmp_path)
@@ -107,13 +83,6 @@ def test_integers_that_choose_a_branch(shape: str, tmp_path: Path) -> None:
             else_branch = e () => (float[N, 8] c) {{ c = Neg (x) }}> }}"""
     proto = parsed(text, known=np.array(16000), none=np.array([], np.int64), large=np.float32(3e4))
     assert "exceed the range" in refusal(proto, tmp_path, dtype="float16")
-
-
-def test_two_inputs_with_sizes_that_weights_fix(tmp_path: Path) -> None:
-    text = """(float[B, C, H, W] x, float[B, F] z) => (float[B, 4] y) {
-        c = Conv (x, k) g = GlobalAveragePool (c) f = Flatten (g) m = MatMul (z, w) y = Add (f, m) }"""
-    report, _ = optimized(parsed(text, k=weights(4, 3, 3, 3), w=weights(6, 4)), tmp_path)
-    assert report.fused == {"linear": 1}
 
 
 def test_a_loop_of_no_trips_keeps_the_sizes_of_one(tmp_path: Path) -> None:
@@ -137,41 +106,6 @@ def test_inputs_that_are_too_large(shape: str, tmp_path: Path) -> None:
     assert re.search("input x of shape .* is too large to try", refusal(parsed(text), tmp_path))
 
 
-def test_long_masks_do_not_enlarge_images_and_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask of 16 heads is tried at a length that takes little memory."""
-    text = """(int64[B, S] ids, int64[B, S] mask, float[I, C, H, W] image)
-        => (float[B, S, 64] y, float[I, 8, 1, 1] g) {
-        x = Gather (table, ids) r = Reshape (x, apart) q = Transpose <perm=[0, 2, 1, 3]> (r)
-        k = Transpose <perm=[0, 2, 3, 1]> (r) s = MatMul (q, k)
-        m = Cast <to=1> (mask) n = Sub (one, m) h = Mul (n, low) u = Unsqueeze (h, axes) z = Add (u, heads)
-        t = Add (s, z) p = Softmax (t) o = MatMul (p, q) b = Transpose <perm=[0, 2, 1, 3]> (o)
-        y = Reshape (b, joined) c = Conv (image, kernel) g = GlobalAveragePool (c) }"""
-    constants = {
-        "table": weights(9, 64), "apart": np.array([0, 0, 16, 4]), "joined": np.array([0, 0, 64]),
-        "one": np.float32(1), "low": np.float32(-1e9), "axes": np.array([1, 2]),
-        "kernel": weights(8, 3, 3, 3), "heads": np.zeros((1, 16, 1, 1), np.float32),
-    }  # fmt: skip
-    elements: list[int] = []
-
-    def counted(model: bytes, library: bool, cases: list[inputs.Case]) -> object:
-        answer = run(model, library, cases)
-        elements.extend(array.size for case in cases for array in case.values())
-        elements.extend(array.size for outputs in answer.outputs for array in outputs)
-        return answer
-
-    monkeypatch.setattr(masks, "run", counted)
-    onnx.save(parsed(text, **constants), tmp_path / "old.onnx")
-    rng = np.random.default_rng(0)
-    np.savez(
-        tmp_path / "in.npz", ids=rng.integers(0, 9, (2, 6)), mask=np.ones((2, 6), np.int64),
-        image=rng.standard_normal((2, 3, 5, 5)).astype(np.float32),
-    )  # fmt: skip
-    for given in (None, tmp_path / "in.npz"):
-        report = optimize(tmp_path / "old.onnx", tmp_path / "fast.onnx", inputs_file=given)
-        assert report.fused["attention"] == 1
-    assert max(elements) < 2**25
-
-
 @pytest.mark.parametrize("dtype", ["float", "float16", "double", "int64"])
 def test_inputs_of_rank_0(dtype: str, tmp_path: Path) -> None:
     """Arithmetic of numpy makes scalars of arrays of rank 0; generated and nudged inputs stay arrays."""
@@ -181,26 +115,15 @@ def test_inputs_of_rank_0(dtype: str, tmp_path: Path) -> None:
     given = dict(np.load(tmp_path / "in.npz"))
     np.savez(tmp_path / "in.npz", **given | {"s": given["s"].astype(given["x"].dtype)})
     optimized(proto, tmp_path, inputs_file=tmp_path / "in.npz")
-    if dtype == "float":
-        optimized(proto, tmp_path, dtype="float16")
-        model = ir.load(tmp_path / "old.onnx")
-        case = inputs.generate(model, inputs.SIZES[0], hide="nothing")
-        found = equivalence.reference(tmp_path / "old.onnx", model, None, [case])
-        [[error], *_] = equivalence.noise(tmp_path / "old.onnx", None, found)
-        assert 0 < error < 1e-6 and "large inputs" in found.edge
 
 
 DECLARED = {
-    "another rank": "float[4, S] p", "one batch": "float[1, S, 8] p", "another size": "float[N, S, 4] p",
-    "one name for two sizes": "float[N, N, 8] p, float[S, S, 2, 4] r",
-    "another order": "float[N, S, 4, 2] r", "a scalar": "float m", "too large a mean": "float[N, S, 8] m",
-    "a weight": "float[3] w", "a constant": "int64 shape",
+    "another rank": "float[4, S] p", "one name for two sizes": "float[N, N, 8] p, float[S, S, 2, 4] r",
+    "too large a mean": "float[N, S, 8] m", "a weight": "float[3] w", "a constant": "int64 shape",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", often(DECLARED, "another rank", "one name for two sizes", "too large a mean", "a constant")
-)
+@pytest.mark.parametrize("name", DECLARED)
 def test_wrong_shapes_inside_are_not_believed(name: str, tmp_path: Path) -> None:
     """ONNX Runtime ignores them. The file has to be right at other sizes, too."""
     declared = DECLARED[name]
@@ -216,17 +139,6 @@ def test_wrong_shapes_inside_are_not_believed(name: str, tmp_path: Path) -> None
     report, _ = optimized(proto, tmp_path)
     assert report.fused == {"linear": 1, "rms_norm": 1} and not report.reverted
     assert_same(tmp_path, x=(5, 6, 8))
-
-
-def test_sizes_of_a_cache_whose_names_do_not_say_that_they_fit(tmp_path: Path) -> None:
-    """The decoders of onnxruntime-genai: the last size of the cache has a name, that of the new keys is 8."""
-    proto = parsed(
-        "(float[B, S, 8] x, float[B, P, D] past) => (float[B, S, 8] y, float[B, T, 8] present) "
-        "{ present = Concat <axis=1> (past, x) s = com.microsoft.QuickGelu (x) y = MatMul (s, w) }",
-        w=weights(8, 8),
-    )
-    report, _ = optimized(proto, tmp_path)
-    assert report.fused == {"linear": 1}, report.skipped
 
 
 def test_an_embedding_shares_the_weight_of_the_last_product(tmp_path: Path) -> None:
@@ -274,19 +186,10 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("form", "reader"),
-    [
-        pytest.param(form, reader, marks=() if j == i % len(READERS) else pytest.mark.slow)
-        for i, form in enumerate(FORMS)
-        for j, reader in enumerate(READERS)
-    ],
-)
+@pytest.mark.parametrize(("form", "reader"), zip(FORMS, cycle(READERS)))
 def test_a_weight_that_others_read_is_stored_once(form: str, reader: str, tmp_path: Path) -> None:
     rows = "1, 8" if form == "attention" else "8"
     columns = {"attention": 384, "constants": 256}.get(form, 128)
-    if reader == "transposed" and columns != 128:
-        return  # x has 128 columns
     signature = f"(float[8, 128] x, bool c) => (float[{rows}, N] h, float[K, L] z)"
     given = {"w": weights(128, columns), "three": np.array(3)}
     given |= {"u": weights(128, 128, seed=1)} if form == "gate" else {}
@@ -302,18 +205,13 @@ def test_a_weight_that_others_read_is_stored_once(form: str, reader: str, tmp_pa
 
 _ATTENDS = f"""{apart("qv", "eight")} {apart("k", "eight", KT)} a = MatMul (qh, kh) b = Mul (a, half)
     c = Add (b, m) p = Softmax (c) o = MatMul (p, vh) {JOINED}"""
-_PRODUCTS = "q = MatMul (x, w) k = MatMul (x, w) v = MatMul (x, w)"
 BROADCASTS = {
     "ada_layer_norm": (
         "float[N, S, 8] x, float[N, 1, 8] m, float[N, 1, 8] n",
         "l = LayerNormalization (x, ones) s = Add (m, one) a = Mul (l, s) y = Add (a, n)",
     ),
     "swiglu": ("float[N, S, 8] x, float[N, S, 8] m", "t = Sigmoid (x) u = Mul (x, t) y = Mul (u, m)"),
-    "add_layer_norm": ("float[N, S, 8] x, float[N, S, 8] m", "a = Add(x, m) y = LayerNormalization(a, ones)"),
-    "addcmul": ("float[N, S, 8] x, float[N, S, 8] m", "a = Mul (m, x) y = Add (x, a)"),
     "attention": ("float[N, S, 8] q, float[N, T, 8] k, float[N, T, 8] v, float[N, 1, S, T] m", _ATTENDS),
-    "attention of one tensor": ("float[N, S, 8] x, float[N, 1, 1, S] m", f"{_PRODUCTS} {_ATTENDS}"),
-    "attention of ids": ("int64[N, S] i, float[N, 1, 1, S] m", f"x = Gather (w, i) {_PRODUCTS} {_ATTENDS}"),
     "embed_layer_norm": (
         "int64[N, S] i, int64[N, S] m",
         "a = Gather (w, i) e = Gather (w, m) u = Add (a, e) y = LayerNormalization (u, ones)",
@@ -326,26 +224,20 @@ BROADCASTS = {
         s0 = Concat <axis=-1> (n, n) s1 = Unsqueeze (s0, axis) a = Mul (qh, c1) b = Mul (x3, s1)
         o = Add (a, b) {JOINED}""",
     ),
-    "linear": ("float[N, S, 8] x, float[N, S, 8] m", "h = Shape (x) z = Expand (m, h) y = MatMul (z, w)"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "made", often(BROADCASTS, "ada_layer_norm", "swiglu", "attention", "embed_layer_norm", "rotary embedding")
-)
-def test_equal_names_are_no_equal_sizes(made: str, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", BROADCASTS)
+def test_equal_names_are_no_equal_sizes(made: str, tmp_path: Path) -> None:
     """ONNX Runtime does not enforce them. What the original broadcasts, the result refuses or computes."""
-    if device == "cpu" and made in ("addcmul", "linear"):
-        return  # for CUDA alone
     given, body = BROADCASTS[made]
     lists = {"eight": [0, 0, 2, 4], "joined": [0, 0, 8], "zero": [0], "two": [2], "four": [4], "last": [-1]}
     constants = {name: np.array(numbers) for name, numbers in (lists | {"axis": [1]}).items()}
     constants |= {"w": weights(8, 8), "ones": np.ones(8, np.float32), "ones2": np.ones(2, np.float32)}
     constants |= {"one": np.float32(1), "half": np.float32(0.5)}
     proto = parsed(f"({given}) => (float[N, S, 8] y) {{ {body} }}", **constants)
-    report, _ = optimized(proto, tmp_path, device=device)
-    assert report.fused[made.split(" of ")[0]]
+    report, _ = optimized(proto, tmp_path)
+    assert report.fused[made]
     sizes = {"N": 3, "S": 5, "T": 5}
     cases = list[dict[str, np.ndarray]]()
     values = [each for each in proto.graph.input if each.name not in constants]

@@ -285,16 +285,6 @@ def test_body_in_an_old_opset(tmp_path: Path, library: Path) -> None:
         optimized(made(NET, bump(), opset=17), tmp_path, library)
 
 
-def test_types_that_the_file_does_not_declare(tmp_path: Path, library: Path) -> None:
-    model = made(NET, bump())
-    assert not model.graph.value_info
-    for body in (True, False):
-        _, new = optimized(model, tmp_path, library, dtype="bfloat16")
-        assert [value.dtype for value in nodes(new, "CustomBump")[0].outputs] == [ir.DataType.BFLOAT16]
-        assert [node.op_type for node in new.graph] == ["CustomLinear", "CustomBump", "CustomLayerNorm"], body
-        del model.functions[:]
-
-
 def half(model: onnx.ModelProto, dtype: type = np.float16) -> onnx.ModelProto:
     """The same model with tensors of 16 bits."""
     for value in (*model.graph.input, *model.graph.output):
@@ -350,13 +340,3 @@ def test_library_without_the_dtype(name: str, dtype: str, has: str, tmp_path: Pa
     text = str(error.value)
     assert f"needs mine::Custom{name} in {dtype}, and {library} has it for {has}" in text
     assert "build it again" in text and not (tmp_path / "new.onnx").exists()
-
-
-def test_an_output_of_the_model(tmp_path: Path, library: Path) -> None:
-    text = """(float16[N, 16] x) => (float16[N, 16] y, float16[N, 16] z) { z = mine.CustomHalfBump (x)
-        y = LayerNormalization (z, gamma, beta) }"""
-    model = half(made(text, bump("HalfBump", 10)))
-    for options in ({}, {"dtype": "bfloat16"}):
-        _, new = optimized(model, tmp_path, library, **options)
-        assert own(new) == ["CustomHalfBump"] and [value.name for value in new.graph.outputs] == ["y", "z"]
-        check_values(tmp_path, library, accepted=1e-1 if options else 1e-2)
