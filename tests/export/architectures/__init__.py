@@ -1,11 +1,8 @@
-"""Small models with random weights, of torch, transformers, timm and torchvision.
+"""Small models with random weights, of torch and transformers, by name."""
 
-`ARCHITECTURES` has them by name. timm and torchvision come from requirements/architectures.txt.
-"""
+from architectures import language, plain
+from architectures.common import Architecture
 
-from architectures import images, language, plain
-from architectures.common import Architecture, missing
+ARCHITECTURES = {each.name: each for each in (*plain.MODELS, *language.MODELS)}
 
-ARCHITECTURES = {each.name: each for each in (*plain.MODELS, *language.MODELS, *images.MODELS)}
-
-__all__ = ["ARCHITECTURES", "Architecture", "missing"]
+__all__ = ["ARCHITECTURES", "Architecture"]
