@@ -10,7 +10,7 @@ import onnx
 import op_bodies  # noqa: F401 (the test ops)
 import pytest
 import torch
-from export_models import CPU, EXPORTERS, each_exporter, plain
+from export_models import CPU, EXPORTERS, Numbers, each_exporter, plain
 from samples import RECORDS, torch_dtype, values
 from torch.utils import _pytree
 
@@ -22,10 +22,9 @@ from twinop.libraries.library import checksum
 from twinop.record.op_spec import DOMAIN
 from twinop.record.tolerance import same_bits
 
-# The graph is the same for every dtype, and the dynamo exporter is slower.
-DTYPES = {"dynamo": ("bfloat16",), "torchscript": ("float16", "float64")}
+# The graph is the same for every dtype.
 each_dtype = pytest.mark.parametrize(
-    ("exporter", "dtype"), [(exporter, dtype) for exporter in DTYPES for dtype in DTYPES[exporter]]
+    ("exporter", "dtype"), [("dynamo", "bfloat16"), ("torchscript", "float16")]
 )
 
 
@@ -244,12 +243,8 @@ class Reads(torch.nn.Module):
         return self.read(b) + u
 
 
-BY_DYNAMO = [pytest.param(kind, "dynamo", marks=pytest.mark.slow) for kind in CONTAINERS if kind != "nested"]
-
-
 @pytest.mark.parametrize(
-    ("kind", "exporter"),
-    [*((kind, "torchscript") for kind in CONTAINERS), ("nested", "dynamo"), *BY_DYNAMO],
+    ("kind", "exporter"), [*((kind, "torchscript") for kind in CONTAINERS), ("nested", "dynamo")]
 )
 def test_tensors_in_containers_are_inputs(kind: str, exporter: str, tmp_path: Path) -> None:
     container, read, names = CONTAINERS[kind]
@@ -317,17 +312,6 @@ def test_outputs_of_unknown_classes_and_equal_names_are_refused(tmp_path: Path) 
         plain(CatchAll(), (A, A), tmp_path / "m.onnx", kwargs={"z": {"b": A}, "z_b": A})
 
 
-class Numbers(torch.nn.Module):
-    def __init__(self, compute: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.compute = compute
-        self.weight = torch.nn.Parameter(torch.ones(3))
-        self.dropout = torch.nn.Dropout()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.compute(x)
-
-
 @each_exporter
 def test_inputs_weights_and_equal_tensors_as_outputs(exporter: str, tmp_path: Path) -> None:
     """The dynamo exporter renames what it returns: an input would lose its name, an output another's."""
@@ -379,8 +363,7 @@ def test_float64_beside_narrower_types(tmp_path: Path) -> None:
     assert report.without_library is not None and report.without_library.equal
 
 
-@each_exporter
-def test_a_number_as_input(exporter: str, tmp_path: Path) -> None:
+def test_a_number_as_input(tmp_path: Path) -> None:
     """It has rank 0. The special inputs are made of it, too."""
 
     class Scaled(torch.nn.Module):
@@ -389,6 +372,6 @@ def test_a_number_as_input(exporter: str, tmp_path: Path) -> None:
 
     given = (torch.randn(2, 3), torch.tensor(0.5))
     path = tmp_path / "model.onnx"
-    report = export(Scaled(), given, path, exporter=exporter, optimize=True, device="cpu")
+    report = export(Scaled(), given, path, optimize=True, device="cpu")
     assert report.parity is not None and report.parity.error == 0.0 and not report.notes
     assert deploy.session(path, CPU).inputs["scale"].shape == ()

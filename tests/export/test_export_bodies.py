@@ -4,22 +4,18 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 import torch
 from export_models import model_of
-from onnx import helper
-from samples import RECORDS, values
+from samples import RECORDS
 
 from twinop.errors import ExportError
 from twinop.export import DefaultInput, attach_bodies, body
 from twinop.model.bodies import Body
-from twinop.model.calls import find_calls
 from twinop.model.schema import registered_schemas
 from twinop.record.op_spec import DOMAIN
 from twinop.record.schema_text import record_of
-from twinop.record.tolerance import same_bits
-from twinop.testing.one_node import body_session, one_node_model
+from twinop.testing.one_node import body_session
 
 OPSETS = (20, 23, 24, 25)
 
@@ -54,89 +50,6 @@ def test_a_bare_model_gets_bodies_and_passes_the_checker(opset: int) -> None:
     assert dims == [["N", 7], ["N", 7], ["N"]]
 
 
-def test_norms_with_and_without_weights_in_one_model() -> None:
-    """The default weight depends on the node's axis and offset."""
-    nodes = [
-        f"p = {DOMAIN}.CustomLayerNorm<axis = 1>(x, w)",
-        f'q = {DOMAIN}.CustomLayerNorm<axis = 1>(x, "", w)',
-        f"r = {DOMAIN}.CustomLayerNorm<axis = -1>(x)",
-        f"s = {DOMAIN}.CustomRmsNorm<axis = 1, offset = 1>(x, w)",
-        f"t = {DOMAIN}.CustomRmsNorm<offset = 1>(x)",
-        f"u = {DOMAIN}.CustomRmsNorm(x)",
-    ]
-    attached = attach_bodies(model_of(nodes, "float16[N, 3, 4] x, float[3, 4] w"), RECORDS)
-    x, w = torch.randn(2, 3, 4).half(), torch.randn(3, 4)
-    op = torch.ops.custom_domain
-    expected = [
-        op.layer_norm(x, w, None, 1),
-        op.layer_norm(x, None, w, 1),
-        op.layer_norm(x),
-        op.rms_norm(x, w, 1, offset=1),
-        op.rms_norm(x, offset=1),
-        op.rms_norm(x),
-    ]
-    for found, wanted in zip(body_session(attached).run({"x": x, "w": w}).values(), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
-
-
-def test_both_approximations_in_one_model() -> None:
-    nodes = [f'p = {DOMAIN}.CustomGelu<approximate = "tanh">(x)', f"q = {DOMAIN}.CustomGelu(x)"]
-    x = torch.randn(100)
-    p, q = body_session(attach_bodies(model_of(nodes, "float[N] x"), RECORDS)).run({"x": x}).values()
-    torch.testing.assert_close(p, torch.nn.functional.gelu(x, approximate="tanh"))
-    torch.testing.assert_close(q, torch.nn.functional.gelu(x))
-    attached = attach_bodies(model_of(nodes[:1], "double[N] x"), RECORDS)
-    (found,) = body_session(attached).run({"x": x.double()}).values()
-    torch.testing.assert_close(found, torch.nn.functional.gelu(x.double(), approximate="tanh"))
-
-
-@pytest.mark.parametrize("norm", ["LayerNorm", "RmsNorm"])
-def test_the_norm_sees_the_rounded_sum(norm: str) -> None:
-    """The body has the bits of an addition followed by the norm, as the kernel has."""
-    nodes = [f"y, s = {DOMAIN}.CustomAdd{norm}(x, r, w)", f"t = {DOMAIN}.CustomAdd(x, r)"]
-    nodes.append(f"z = {DOMAIN}.Custom{norm}(t, w)")
-    attached = attach_bodies(model_of(nodes, "bfloat16[N, 64] x, bfloat16[N, 64] r, bfloat16[64] w"), RECORDS)
-    inputs = {name: torch.randn(5, 64).bfloat16() for name in "xr"} | {"w": torch.randn(64).bfloat16()}
-    y, s, t, z = body_session(attached).run(inputs).values()
-    assert same_bits(s, t) and same_bits(y, z)
-    assert same_bits(s, inputs["x"] + inputs["r"])
-
-
-def test_floats_are_narrowed_as_in_the_kernels() -> None:
-    """The attribute 0.1 is fp32 in ONNX; an fp64 body must use the rounded number, as the kernels do."""
-    record = RECORDS["pad_affine"]
-    x = torch.full((1,), 1.0, dtype=torch.float64)
-    model = one_node_model(record, record.combinations[3], [True, False, False], {})
-    (found,) = body_session(attach_bodies(model, RECORDS)).run({"x": x}).values()
-    assert found[0].item() == float(np.float32(0.1)) != 0.1
-    assert torch.equal(found, torch.ops.custom_domain.pad_affine(x))
-
-
-def test_mixed_presence_gets_default_inputs() -> None:
-    pad = f"{DOMAIN}.CustomPadAffine"
-    nodes = [f"p = {pad}(x, w)", f'q = {pad}(x, "", b)', f"r = {pad}(y)"]
-    model = model_of(nodes, "float16[N, 4] x, float[4] w, float[4] b, float16[N, 6] y")
-    attached = attach_bodies(model, RECORDS)
-    custom = [node for node in attached.graph.node if node.domain == DOMAIN]
-    assert [len(node.input) for node in custom] == [3, 3, 3] and all(all(node.input) for node in custom)
-    inputs = {"x": values((3, 4), torch.float16, 1), "y": values((3, 6), torch.float16, 2)}
-    weights = {"w": torch.randn(4), "b": torch.randn(4)}
-    op = torch.ops.custom_domain.pad_affine
-    expected = [op(inputs["x"], weights["w"]), op(inputs["x"], None, weights["b"]), op(inputs["y"])]
-    for found, wanted in zip(body_session(attached).run(inputs | weights).values(), expected, strict=True):
-        assert same_bits(found, wanted)
-
-
-def test_one_body_for_several_dtypes() -> None:
-    nodes = [f"{name} = {DOMAIN}.CustomRelu({source})" for name, source in ("px", "qy", "rp", "sz")]
-    attached = attach_bodies(model_of(nodes, "float16[N] x, bfloat16[N] y, double[N] z"), RECORDS)
-    kinds = {"x": torch.float16, "y": torch.bfloat16, "z": torch.float64}
-    inputs = {name: values((65,), kind, seed) for seed, (name, kind) in enumerate(kinds.items(), 1)}
-    results = body_session(attached).run(inputs).values()
-    for found, source in zip(results, "xyxz", strict=True):
-        assert same_bits(found, torch.ops.custom_domain.relu(inputs[source]))
-
-
 def test_nodes_in_subgraphs_and_unlisted_outputs() -> None:
     branch = f"then_branch = t () => (float[N, 3] a) {{ a, u = {DOMAIN}.CustomDoubleAndSum(x) }}"
     other = "else_branch = e () => (float[N, 3] b) { b = Identity(x) }"
@@ -150,24 +63,6 @@ def test_nodes_in_subgraphs_and_unlisted_outputs() -> None:
     x = torch.randn(2, 3)
     (found,) = body_session(attached).run({"c": torch.tensor(True), "x": x}).values()
     assert torch.equal(found, 2 * x)
-
-
-def test_an_ir_model_is_changed_in_place() -> None:
-    model = ir.from_proto(model_of([f"p = {DOMAIN}.CustomRelu(x)"], "float[2] x"))
-    assert attach_bodies(model) is model
-    assert [name for _, name, _ in model.functions] == ["CustomRelu"]
-
-
-def test_models_share_no_function() -> None:
-    """A body is traced once for calls that are alike; each model has it as its own."""
-    texts = [f"p = {DOMAIN}.CustomPadAffine<scale = {scale}>(x)" for scale in ("0.0", "0.0", "-0.0")]
-    found = [attach_bodies(ir.from_proto(model_of([text], "float[2] x"))).functions for text in texts]
-    nodes = [{*function.all_nodes()} for each in found for function in each.values()]
-    assert len({*nodes[0], *nodes[1], *nodes[2]}) == sum(map(len, nodes)) == 3 * len(nodes[0]) > 0
-    [function] = found[0].values()
-    function.outputs.pop()
-    [again] = attach_bodies(ir.from_proto(model_of(texts[:1], "float[2] x"))).functions.values()
-    assert len(again.outputs) == 1
 
 
 def with_body(monkeypatch: pytest.MonkeyPatch, name: str, build: Any, **defaults: DefaultInput) -> None:
@@ -264,18 +159,6 @@ def test_an_op_without_body() -> None:
 def test_nodes_that_do_not_fit_their_record(node: str, inputs: str, message: str) -> None:
     with pytest.raises(ExportError, match=message):
         attach(f"p = {DOMAIN}.{node}", inputs=inputs)
-
-
-def test_empty_list_and_missing_attribute() -> None:
-    record = record_of("listed(Tensor x, int[] n=[1]) -> Tensor", DOMAIN)
-    for given in ({}, {"n": helper.make_attribute("n", [], attr_type=onnx.AttributeProto.INTS)}):
-        model = model_of([f"p = {DOMAIN}.CustomListed(x)"], "float[2] x")
-        model.graph.node[0].attribute.extend(given.values())
-        [[call]] = find_calls(ir.from_proto(model), {"listed": record}).values()
-        assert call.attributes == {"n": () if given else (1,)}
-    record = record_of("need(Tensor x, int n) -> Tensor", DOMAIN)
-    with pytest.raises(ExportError, match=r"attribute n \(int\) is missing and has no default"):
-        attach(f"p = {DOMAIN}.CustomNeed(x)", records={"need": record})
 
 
 @pytest.mark.parametrize("opset", [18, 19, 26])

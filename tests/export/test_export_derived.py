@@ -5,19 +5,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from export_models import each_exporter, model_of
-from onnx import TensorProto
+from export_models import each_exporter
 from samples import RECORDS
 from torch.onnx._internal.torchscript_exporter import registration
 
 from twinop.errors import ExportError
 from twinop.export import attach_bodies, register_symbolics, translation_table
 from twinop.export.torchscript import _symbolic
-from twinop.model.schema import onnx_value, registered_schemas
+from twinop.model.schema import onnx_value
 from twinop.record.op_spec import DOMAIN, Attribute
 from twinop.record.schema_text import record_of
 from twinop.torch_op.arguments import signature_of
@@ -92,20 +90,3 @@ def test_values_that_are_not_constants() -> None:
         said = r"attribute n depends on the input.*ONNX attributes are constants"
         with pytest.raises(ExportError, match=said):
             onnx_value(Attribute("n", kind), value)
-
-
-def test_the_registered_schema_checks_and_infers() -> None:
-    model = model_of([f"d, t = {DOMAIN}.CustomDoubleAndSum(x)"], "bfloat16[2, M] x")
-    with registered_schemas(RECORDS.values()):
-        inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True)
-        bad = model_of([f"d, t = {DOMAIN}.CustomDoubleAndSum(x)"], "int64[2] x")
-        with pytest.raises(onnx.shape_inference.InferenceError, match="does not take x: int64"):
-            onnx.shape_inference.infer_shapes(bad, strict_mode=True)
-        bad = model_of([f"p = {DOMAIN}.CustomPadAffine<pads = [-9, 0]>(x)"], "float[2] x")
-        with pytest.raises(onnx.shape_inference.InferenceError, match="would be negative"):
-            onnx.shape_inference.infer_shapes(bad, strict_mode=True)
-    types = {v.name: v.type.tensor_type for v in inferred.graph.output}
-    assert all(t.elem_type == TensorProto.BFLOAT16 for t in types.values())
-    dims = {name: [d.dim_value or d.dim_param for d in t.shape.dim] for name, t in types.items()}
-    assert dims == {"d": [2, "M"], "t": [2]}
-    assert not onnx.defs.has("CustomRelu", DOMAIN)  # taken back

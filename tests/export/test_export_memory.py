@@ -12,7 +12,6 @@ from torch import nn
 from twinop.errors import ExportError
 from twinop.export import export, exporter, state
 from twinop.model.files import EXTERNAL_DATA_BYTES
-from twinop.optimize.segments import cut
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
 
@@ -98,21 +97,6 @@ def test_a_weight_of_several_modules_is_written_once(tmp_path: Path) -> None:
     assert report.size < 1.1 * 600 * 512 * 4
 
 
-def test_a_large_buffer_is_copied_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    clone, copies = torch.Tensor.clone, list[int]()
-
-    def counted(tensor: torch.Tensor, **options: object) -> torch.Tensor:
-        if tensor.numel() >= 512 * 600:
-            copies.append(tensor.numel())
-        return clone(tensor, **options)  # type: ignore[arg-type]
-
-    model = nn.Linear(512, 600)
-    model.register_buffer("table", torch.ones(600, 512))
-    monkeypatch.setattr(torch.Tensor, "clone", counted)
-    export(model, (torch.ones(2, 512),), tmp_path / "m.onnx", optimize=False)
-    assert len(copies) == 1, "of the table, which may be written; of the weight none"
-
-
 PROGRAM = """
 import sys, threading, time, torch
 from twinop.export import export
@@ -136,19 +120,6 @@ def test_no_parameter_is_copied(tmp_path: Path) -> None:
     before, most = map(int, done.stdout.split())
     # torch's exporter, ONNX Runtime and its process take 160 MB; one copy of all weights would not fit.
     assert before > WEIGHTS and most - before < 0.9 * WEIGHTS
-
-
-def test_layers_of_fixed_sizes_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The sizes of values between layers are inferred: the file's own may be wrong."""
-    for module in ("verifier", "stream"):
-        name = f"twinop.optimize.{module}.cut"
-        monkeypatch.setattr(name, lambda a, b: cut(a, b, 20 << 10), raising=False)
-    model = nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(64, 64), nn.GELU())))
-    steps = list[str]()
-    options: dict[str, Any] = {"exporter": "torchscript", "progress": lambda step, *_: steps.append(step)}
-    report = export(model, (torch.ones(2, 64),), tmp_path / "m.onnx", **options)
-    assert any("layer 2 of" in step for step in steps)
-    assert not any("not optimised" in note for note in report.notes), report.notes
 
 
 @pytest.mark.parametrize(("outcome", "data"), [("fused", 1), ("nothing", EXTERNAL_DATA_BYTES), ("fails", 1)])

@@ -1,12 +1,13 @@
 """What the tests of the export share: the exporters, and small ONNX models without types or bodies."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import onnx
 import op_bodies  # noqa: F401 (the test ops)
 import pytest
+import torch
 from onnx import helper
 
 from twinop.export import export
@@ -16,6 +17,19 @@ EXPORTERS = ("dynamo", "torchscript")
 each_exporter = pytest.mark.parametrize("exporter", EXPORTERS)
 CPU = ["CPUExecutionProvider"]
 plain = partial(export, optimize=False)
+
+
+class Numbers(torch.nn.Module):
+    """Computes a function."""
+
+    def __init__(self, compute: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.dropout = torch.nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.compute(x)
 
 
 def model_of(nodes: list[str], inputs: str, opset: int = 20) -> onnx.ModelProto:
