@@ -59,7 +59,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
 def _rewritten(path: Path, dtype: str | None, device: str, target: Path) -> ir.Model:
     """Takes a model through all steps that change it, without a run, and writes it."""
     options = Options(
-        dtype, device, None, False, False, None, (), (), False, False, library=None,
+        dtype, device, None, False, False, None, (), False, False, library=None,
         allow_model_libraries=False, kept=(), held={},
     )  # fmt: skip
     source = read_source(path, target, options)

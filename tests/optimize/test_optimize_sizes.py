@@ -13,6 +13,7 @@ from optimizing import JOINED, KT, apart, nodes, optimized, parsed, refusal, wei
 from other_sizes import assert_same
 
 from twinop.deploy.ort_runs import run
+from twinop.optimize import equivalence
 from twinop.optimize.symbolic_shapes import infer_shapes, infer_types
 from twinop.record.dimensions import expressions
 

@@ -2,6 +2,7 @@
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from optimizing import parsed
