@@ -10,7 +10,6 @@ from models import ORT_VERSION, chain, exported_by, function, make_model, model,
 from onnx import TensorProto, helper
 
 from twinop.deploy import ModelError, RunError, check_model, create_session, session
-from twinop.deploy.custom_nodes import load_model
 from twinop.errors import LibraryError
 from twinop.libraries.library import read_library
 
@@ -20,15 +19,12 @@ PAD = {"op_type": "CustomPadAffine"}
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "attribute name": (GELU | {"aproximate": "tanh"}, "unknown attribute aproximate; did you mean"),
-    "attribute name, not close": (GELU | {"mode": "auto"}, "unknown attribute mode; it has: approximate"),
     "attribute type": (GELU | {"approximate": 3}, "attribute approximate is INT, expected STRING (str)"),
     "int for a float": (PAD | {"scale": 2}, "attribute scale is INT, expected FLOAT (float)"),
-    "int for ints": (PAD | {"pads": 2}, "attribute pads is INT, expected INTS (int[])"),
     "attribute value": (GELU | {"approximate": "fast"}, "attribute approximate is 'fast', expected one of"),
     "attribute below its limit": ({"op_type": "CustomLayerNorm", "eps": -1.0}, "attribute eps is -1"),
     "attribute of other numbers": ({"op_type": "CustomRmsNorm", "offset": 2}, "attribute offset is 2"),
     "too many inputs": (RELU | {"inputs": ["x", "x"]}, "2 inputs; it takes 1 (x)"),
-    "no input": (RELU | {"inputs": []}, "input x is absent; it takes x"),
     "required input empty": (PAD | {"inputs": ["", "w"]}, "input x is absent; it takes x, weight?, bias?"),
     "dtype": (RELU | {"dtype": "int32"}, "no kernel for these dtypes: x is int32. It takes: float32"),
 }
@@ -183,22 +179,6 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
         session(tmp_path)
 
 
-def test_damaged_files(tmp_path: Path) -> None:
-    whole = make_model("CustomRelu").SerializeToString()
-    broken = bytearray(whole)
-    broken[10:40] = b"\xff" * 30
-    pieces = {"empty": b"", "garbage": b"not a model" * 9, "corrupted": bytes(broken), "short": whole[:2]}
-    pieces |= {f"cut at {size}": whole[:size] for size in range(3, len(whole) - 1, 7)}
-    path = tmp_path / "damaged.onnx"
-    for what, data in pieces.items():
-        path.write_bytes(data)
-        with pytest.raises((ModelError, RunError)) as error:  # some cuts are left to ONNX Runtime
-            session(path)
-        assert "damaged.onnx" in str(error.value), what
-        if not what.startswith("cut"):
-            assert "not a complete ONNX model" in str(error.value) and "export it" in str(error.value), what
-
-
 def test_external_data(tmp_path: Path) -> None:
     big = np.arange(1024, dtype=np.float32).reshape(256, 4)
     nodes = [node("Add", ["x", "w"], ["a"], "add", ""), node("CustomRelu", ["a"], ["y"])]
@@ -251,46 +231,18 @@ def test_a_body_covers_what_the_library_lacks() -> None:
     np.testing.assert_array_equal(opened.run({"x": np.ones((1, 4), np.float32)})["y"], -np.ones((1, 4)))
 
 
-_ROWS, _COLUMNS = 1 << 17, 1 << 12
-
-
-def stored(folder: Path, op: str, domain: str, dtype: int, *shape: int) -> Path:
-    """Writes a model of one matmul whose weight is a hole of its data file."""
-    weight = TensorProto(name="w", data_type=dtype, dims=shape, data_location=TensorProto.EXTERNAL)
-    weight.external_data.add(key="location", value="m.data")
-    kind = TensorProto.FLOAT16
-    table = helper.make_node("Gather", ["w", "ids"], ["rows"])
-    nodes = [helper.make_node(op, ["x", "w"], ["y"], domain=domain)]
-    graph = helper.make_graph(
-        [table] if op == "Gather" else nodes,
-        "g",
-        [helper.make_tensor_value_info("x", kind, ["B", _ROWS])],
-        [helper.make_tensor_value_info("y", kind, ["B", _COLUMNS])],
-        [weight],
-    )
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("custom_domain", 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "m.onnx")
-    with (folder / "m.data").open("wb") as file:
-        file.truncate(2 * _ROWS * _COLUMNS)
-    return folder / "m.onnx"
-
-
-@pytest.mark.parametrize(
-    ("op", "dtype", "times"),
-    [
-        ("CustomLinear", TensorProto.FLOAT16, 4), ("CustomLinear", TensorProto.BFLOAT16, 4),
-        ("CustomLinearQ", TensorProto.UINT8, 1), ("MatMul", TensorProto.FLOAT, 4),
-        ("Gather", TensorProto.FLOAT16, 0), ("MatMul", 99, 0),
-    ],
-)  # fmt: skip
-def test_copies_of_weights(op: str, dtype: int, times: int, tmp_path: Path) -> None:
-    domain = "custom_domain" if op.startswith("Custom") else ""
-    model = load_model(stored(tmp_path, op, domain, dtype, _ROWS // 2, _COLUMNS))
-    assert create_session.cpu_bytes(model) == times * _ROWS * _COLUMNS // 2
-
-
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = stored(tmp_path, "CustomLinear", "custom_domain", TensorProto.FLOAT16, _ROWS, _COLUMNS)
+    """Its weight is a hole of its data file; on the CPU, it is widened."""
+    rows, columns, dtype = 1 << 17, 1 << 12, TensorProto.FLOAT16
+    shape, where = (rows, columns), TensorProto.EXTERNAL
+    weight = TensorProto(name="w", data_type=dtype, dims=shape, data_location=where)
+    weight.external_data.add(key="location", value="m.data")
+    nodes, x = [node("CustomLinear", ["x", "w"])], value("x", "float16", ("B", rows))
+    made = model(nodes, [x], [value("y", "float16", ("B", columns))])
+    made.graph.initializer.append(weight)
+    (path := tmp_path / "m.onnx").write_bytes(made.SerializeToString())
+    with (tmp_path / "m.data").open("wb") as file:
+        file.truncate(2 * rows * columns)
     monkeypatch.setattr(create_session, "free_bytes", lambda: 10**9)
     said = r"m.onnx takes about 2.15 GB of memory on the CPU, .* and 1 GB are free.*twinop optimize"
     with pytest.raises(ModelError, match=said):

@@ -1,9 +1,10 @@
 """The library that a model needs: found, refused when it cannot be used; and under plain onnxruntime."""
 
+import ctypes
+import gc
+import itertools
 import shutil
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,6 @@ def test_no_library_has_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         session(make_model("CustomRelu"))
 
 
-def test_a_library_that_was_passed_over_is_named(
-    libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "libcustom_relu.so").write_bytes(libraries["custom_relu"].read_bytes()[:5000])
-    only_these(monkeypatch, tmp_path)
-    with pytest.raises(ModelError, match="Skipped: .*libcustom_relu.so: the file is damaged or cut short"):
-        session(make_model("CustomRelu"))
-
-
 def test_two_libraries(libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for stem in ("custom_relu", "test_ops"):
         shutil.copy(libraries[stem], tmp_path)
@@ -133,15 +125,6 @@ def test_true_is_no_library() -> None:
         session(make_model("CustomRelu"), library=True)
 
 
-def test_session_options_that_have_a_library_already(libraries: dict[str, Path]) -> None:
-    for first in ("custom_relu", "test_ops"):
-        options = onnxruntime.SessionOptions()
-        options.register_custom_ops_library(str(libraries[first]))
-        with pytest.raises(RunError) as error:
-            session(make_model("CustomRelu"), session_options=options)
-        assert "Session options that have a library already need library=False" in str(error.value)
-
-
 def test_session_options_are_used_once(libraries: dict[str, Path]) -> None:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
@@ -149,7 +132,6 @@ def test_session_options_are_used_once(libraries: dict[str, Path]) -> None:
     assert opened.ort.get_session_options().intra_op_num_threads == 1
     with pytest.raises(RunError, match="that have a library already need library=False"):
         session(make_model("CustomRelu"), session_options=options)
-
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(str(libraries["custom_relu"]))
     again = session(make_model("CustomRelu"), library=False, session_options=options)
@@ -170,19 +152,6 @@ def failure(graph: onnx.ModelProto, library: Path, feeds: Mapping[str, Any] | No
     with pytest.raises(Exception) as error:
         plain(graph, library).run(None, feeds if feeds is not None else {"x": X})
     return str(error.value)
-
-
-def test_inputs(libraries: dict[str, Path]) -> None:
-    """ONNX Runtime checks counts and dtypes itself, with the node's name."""
-    relu, pad = libraries["custom_relu"], libraries["test_ops"]
-    for graph, library in (
-        (make_model("CustomRelu", inputs=["x", "x"]), relu),
-        (make_model("CustomRelu", inputs=[]), relu),
-        (make_model("CustomRelu", "int32"), relu),
-        (make_model("CustomPadAffine", inputs=["", "w"]), pad),
-    ):
-        text = failure(graph, library)
-        assert "node" in text and "Custom" in text
 
 
 @pytest.mark.skipif(np.__version__ < "2", reason="this numpy has no arrays of 40 dimensions")
@@ -216,46 +185,41 @@ def test_the_same_buffer_for_input_and_output_is_in_place(libraries: dict[str, P
     np.testing.assert_array_equal(memory, np.maximum(X, 0))
 
 
-def test_the_runtime_goes_on_after_failures(libraries: dict[str, Path]) -> None:
-    """Statuses are released, kernels destroyed: after hundreds of failures the library works."""
+class Heap(ctypes.Structure):
+    """What mallinfo2 returns, in its order; `used` are the bytes that are allocated."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcd", "mapped", *"ef", "used", *"gh")]
+
+
+def left_behind(call: Callable[[], object], times: int) -> float:
+    """The bytes of the heap that a call keeps: in the best of four rounds, as other threads allocate, too."""
+    libc, heap = ctypes.CDLL(None), list[int]()
+    libc.mallinfo2.restype = Heap
+    for _ in range(5):
+        for _ in range(times):
+            call()
+        gc.collect()
+        now = libc.mallinfo2()
+        heap.append(now.used + now.mapped)
+    return min(b - a for a, b in itertools.pairwise(heap)) / times
+
+
+def test_failures_keep_no_memory(libraries: dict[str, Path]) -> None:
+    """Statuses are released, kernels destroyed, and then the library works."""
     inputs = [value("x", shape=None), value("w", shape=None)]
     graph = model([node("CustomPadAffine", ["x", "w"])], inputs, [value("y", shape=None)])
     opened = plain(graph, libraries["test_ops"])
-    for _ in range(500):
+
+    def refused_run() -> None:
         with pytest.raises(Exception, match="weight and bias"):
             opened.run(None, {"x": X, "w": np.ones(3, np.float32)})
-    for _ in range(50):
-        failure(make_model("CustomGelu", approximate="fast"), libraries["custom_ops"])
+
+    gelu, relu = make_model("CustomGelu", approximate="fast"), make_model("CustomRelu")
+    assert left_behind(refused_run, 100) < 50
+    for call in (
+        lambda: failure(gelu, libraries["custom_ops"]),
+        lambda: plain(relu, libraries["custom_relu"]),
+    ):
+        assert left_behind(call, 8) < 200
     good = opened.run(None, {"x": X, "w": np.ones(4, np.float32)})[0]
     np.testing.assert_allclose(good[:, :4], 0.1 * X, rtol=1e-6)
-
-
-VERSIONS = """
-import ctypes, glob, os, sys
-import onnxruntime
-
-class Base(ctypes.Structure):
-    _fields_ = [("get", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)),
-                ("version", ctypes.CFUNCTYPE(ctypes.c_char_p))]
-
-[file] = glob.glob(os.path.dirname(onnxruntime.__file__) + "/capi/libonnxruntime.so.*")
-get_base = ctypes.CDLL(file).OrtGetApiBase
-get_base.restype = ctypes.POINTER(Base)
-base, asked = get_base().contents, []
-types = dict(Base._fields_)
-other = Base(types["get"](lambda number: asked.append(number) or base.get(number)),
-             types["version"](lambda: sys.argv[2].encode()))
-made = ctypes.c_void_p()  # of CreateSessionOptions, the 11th function
-functions = ctypes.cast(base.get(18), ctypes.POINTER(ctypes.c_void_p))
-ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(functions[10])(ctypes.byref(made))
-register = ctypes.CDLL(sys.argv[1]).RegisterCustomOps
-register.restype, register.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.POINTER(Base)]
-print(register(made, ctypes.byref(other)), 24 in asked)
-"""
-
-
-@pytest.mark.parametrize(("version", "is_new"), [("1.23.2", False), ("1.24.0", True), ("2.0.0", True)])
-def test_a_later_major_version_is_newer(version: str, is_new: bool, libraries: dict[str, Path]) -> None:
-    command = [sys.executable, "-c", VERSIONS, str(libraries["custom_relu"]), version]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.split() == ["None", str(is_new)], done.stderr

@@ -9,8 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import warm_python
-from abi_files import c_library
-from models import chain, make_model, model, node, refused, relu_body, value
+from models import make_model, model, node, refused, relu_body, value
 from onnx import TensorProto, helper
 from run_command import run_command
 
@@ -32,16 +31,15 @@ def several() -> onnx.ModelProto:
     return model(nodes, inputs, outputs, initializers={"w": np.arange(4, dtype=np.float32)})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_relu(dtype: str, libraries: dict[str, Path], tmp_path: Path) -> None:
-    result = run_command(make_model("CustomRelu", dtype), tmp_path, "--provider", "cpu")
+def test_relu(libraries: dict[str, Path], tmp_path: Path) -> None:
+    result = run_command(make_model("CustomRelu", "bfloat16"), tmp_path, "--provider", "cpu")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     # The console breaks lines at spaces, and the library's path may have some.
     assert "".join(f"registered {libraries['custom_relu']}".split()) in "".join(result.output.split())
     said = "node", "CustomRelu", "custom_domain", "CPU"
     assert any(all(each in line for each in said) for line in lines)
-    assert any("y" in line and f"{dtype}[4, 4]" in line and "CPU" in line and "yes" in line for line in lines)
+    assert any("y" in line and "bfloat16[4, 4]" in line and "CPU" in line and "yes" in line for line in lines)
 
 
 def test_a_difference_is_shown_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,17 +107,6 @@ def test_nodes_in_subgraphs_and_bodies(tmp_path: Path) -> None:
     assert any("inside" in line and "CPU" in line for line in result.output.splitlines())
 
 
-def test_a_large_model_is_summed_up(tmp_path: Path) -> None:
-    graph = chain("CustomRelu", 2)
-    names = ["x", *(f"n{i}" for i in range(50))]
-    graph.graph.node[0].input[0] = "n49"
-    for i in reversed(range(50)):
-        graph.graph.node.insert(0, node("Neg", [names[i]], [names[i + 1]], f"neg{i}", ""))
-    result = run_command(graph, tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "(50 nodes)" in result.output and "neg7" not in result.output and "node1" in result.output
-
-
 def test_without_torch_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run_command(make_model("CustomRelu", "float16"), tmp_path)
@@ -135,16 +122,6 @@ def test_a_body_instead_of_a_library(tmp_path: Path) -> None:
     said = " ".join(result.output.split())
     assert "note: " in said and "function bodies run instead, which is slower: name the library" in said
     assert "no node uses a custom-op library" in said and "ran as its function body" in said
-
-
-def test_only_libraries_that_nodes_use_are_named(tmp_path: Path, libraries: dict[str, Path]) -> None:
-    other = c_library("other_ops", '-DDOMAIN="other.ops"')
-    named = ("--library", str(other), "--library", str(libraries["custom_relu"]))
-    result = run_command(make_model("CustomRelu"), tmp_path, *named)
-    said = " ".join(result.output.split())
-    assert result.exit_code == 0 and f"--library {other}: no node of the model uses it" in said
-    registered = said.partition("registered ")[2].partition("note: ")[0]
-    assert "libcustom_relu.so" in registered and "other_ops" not in registered
 
 
 def test_an_op_that_torch_has_on_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,12 +252,6 @@ def test_ops_in_local_functions(tmp_path: Path, libraries: dict[str, Path]) -> N
     whole = attach_bodies(nested)
     assert [each.op_type for each in whole.graph.node] == ["CustomRelu", "CustomRelu"]
     assert run_command(whole, tmp_path, "--provider", "cpu").exit_code == 0
-
-
-def test_a_comparison_with_torch_copies_no_weights() -> None:
-    model = make_model("CustomLinear", inputs=("x", "w"))
-    model.graph.initializer.add(name=model.graph.input.pop().name, data_type=TensorProto.FLOAT, dims=[4, 4])
-    assert [each.name for each in node_parity.observed(model).graph.output] == ["y", "x"]
 
 
 @pytest.mark.parametrize("length", [{}, {"length": "8"}])

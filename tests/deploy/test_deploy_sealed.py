@@ -111,18 +111,6 @@ def test_a_library_that_finds_others_by_its_place() -> None:
     session(negate_model(), CPU, c_library("plain_c", link="-Wl,-rpath,/opt/libraries"))
 
 
-def test_a_library_that_changes_while_it_is_read(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fstat, times = os.fstat, iter(range(1000))
-
-    def moving(number: int) -> Any:
-        os.utime(library, ns=(0, next(times)))
-        return fstat(number)
-
-    monkeypatch.setattr(os, "fstat", moving)
-    with pytest.raises(LibraryError, match=r"libplain_c\.so: changed while it was read\. Try again once"):
-        session(negate_model(), CPU, library)
-
-
 def test_a_library_that_changes_once_is_read_again(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fstat, changes = os.fstat, [c_library("plain_c", PLUS).read_bytes()]
 
@@ -148,21 +136,6 @@ def test_no_memory_for_the_copy(library: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     size = library.stat().st_size
     assert str(error.value).startswith(f"{library}: cannot be copied into memory ({size} bytes): ")
-
-
-def test_a_library_that_is_taken_away(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinop.deploy import choose_library
-
-    read = choose_library.read_library
-
-    def late(path: Path) -> object:
-        found = read(path)
-        library.unlink()
-        return found
-
-    monkeypatch.setattr(choose_library, "read_library", late)
-    with pytest.raises(LibraryError, match=r"libplain_c\.so: cannot be read: No such file"):
-        session(negate_model(), CPU, library)
 
 
 def test_constants_of_zeros() -> None:

@@ -1,7 +1,6 @@
 """ort_runs.Parts and Earlier: models that run without a file, their large weights from where these are."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from twinop.deploy import ort_runs
-from twinop.deploy.ort_runs import Earlier, Parts
+from twinop.deploy.ort_runs import Earlier
 from twinop.errors import ExportError
 from twinop.libraries.library import find_library
 from twinop.model.parts import parts
@@ -21,16 +20,6 @@ N = 160  # a weight [N, N] is a large one, also in 8 bits
 rng = np.random.default_rng(0)
 X = rng.standard_normal((4, N)).astype(np.float32)
 W = rng.standard_normal((N, N)).astype(np.float32)
-
-
-@dataclass
-class Weight:
-    """What only its `numpy` makes an array of."""
-
-    scale: float
-
-    def numpy(self) -> np.ndarray:
-        return W * np.float32(self.scale)
 
 
 def constant(array: Any, name: str = "w", dtype: ir.DataType | None = None) -> ir.Value:
@@ -91,19 +80,6 @@ def test_a_weight_is_seen(weight: np.ndarray, between: tuple[str, ...], expected
     np.testing.assert_allclose(found, X @ expected.astype(np.float32), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [ir.DataType.INT4, ir.DataType.UINT4])
-def test_elements_of_4_bits(dtype: ir.DataType) -> None:
-    weight = constant(rng.integers(0, 7, (4 * N, N)).astype(dtype.numpy()), dtype=dtype)
-    scale = constant(np.float32(0.5), "s")
-    wide = ir.node("DequantizeLinear", [weight, scale])
-    model = model_of([wide, ir.node("Sum", [wide.outputs[0]])], [weight, scale], [])
-    made = parts(model)
-    assert len(made.graph) < 16 * 1024 and [*made.weights] == ["w"]
-    [found] = ort_runs.run(made, False, [{}]).outputs[0]
-    assert weight.const_value is not None
-    np.testing.assert_array_equal(found, weight.const_value.numpy().astype(np.float32) * 0.5)
-
-
 def test_weights_that_are_inputs_outputs_empty_or_not_read() -> None:
     given, empty, unread = constant(W), constant(np.zeros((0, N), np.float32), "empty"), constant(W, "unread")
     texts = ir.Value(name="texts", const_value=ir.StringTensor([b"a"] * 9999, shape=ir.Shape([9999])))
@@ -121,34 +97,6 @@ def test_weights_that_are_inputs_outputs_empty_or_not_read() -> None:
         assert words.tolist() == ["a"] * 9999
 
 
-def test_weights_of_subgraphs_become_the_main_graphs() -> None:
-    x, go = x_value(), ir.Value(name="go", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
-    branches = []
-    for scale in (1, 2):  # of one name in both branches
-        inner = constant(W * np.float32(scale))
-        node = ir.node("MatMul", [x, inner])
-        graph = ir.Graph([], node.outputs, nodes=[node], initializers=[inner], name=f"branch_{scale}")
-        branches.append(graph)
-    then, other = branches
-    choice = ir.node("If", [go], {"then_branch": then, "else_branch": other})
-    model = model_of([choice], [], [x, go])
-    for chosen, scale in ((True, 1), (False, 2)):
-        [found] = outputs_of(model, {"x": X, "go": np.array(chosen)})
-        np.testing.assert_allclose(found, X @ W * scale, rtol=1e-4, atol=1e-4)
-    assert [*then.initializers] == [*other.initializers] == ["w"]  # the model stays as it was
-
-
-def test_functions_read_them() -> None:
-    a, b = ir.Value(name="a"), ir.Value(name="b")
-    inner = ir.node("MatMul", [a, b])
-    body = ir.Graph([a, b], inner.outputs, nodes=[inner], opset_imports={"": 21}, name="body")
-    function = ir.Function("f", "Product", graph=body, attributes=[])
-    x, weight = x_value(), constant(W)
-    model = model_of([ir.node("Product", [x, weight], domain="f")], [weight], [x], functions=[function])
-    [found] = outputs_of(model, {"x": X})
-    np.testing.assert_allclose(found, X @ W, rtol=1e-4, atol=1e-4)
-
-
 def test_external_data_is_read_by_the_other_process(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"\0" * 20 + W.tobytes() + np.float32(2).tobytes())
     shape, at, kind = ir.Shape([N, N]), tmp_path / "data", ir.DataType.FLOAT
@@ -160,12 +108,6 @@ def test_external_data_is_read_by_the_other_process(tmp_path: Path) -> None:
     [found] = outputs_of(model, {"x": X})
     np.testing.assert_allclose(found, X @ W * 2, rtol=1e-4, atol=1e-3)
     assert large.raw is None and weight.const_value is large  # nothing is mapped here
-
-
-def test_an_object_is_evaluated_in_the_other_process() -> None:
-    made = parts(one_product(constant(W)))
-    [[found]] = ort_runs.run(Parts(made.graph, {"w": Weight(3.0)}), False, [{"x": X}]).outputs
-    np.testing.assert_allclose(found, X @ W * 3, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("prepack", [True, False])
