@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from abi_files import CPU, FLOAT, ROOT, X, c_library, in_torch, model, negate_model
+from abi_files import CPU, ROOT, X, c_library, in_torch, negate_model
 from abi_structures import launch_unary, read_table
-from onnx import helper
 from record_driver import compiler
 
 from twinop import deploy
@@ -66,56 +65,9 @@ def test_a_library_of_another_version() -> None:
     assert "libtwinop_torch.so reads version 3" in refused
 
 
-def test_a_library_without_the_function(tmp_path: Path) -> None:
-    path = tmp_path / "libold.so"
-    path.write_bytes(c_library("plain").read_bytes().replace(b"twinop_library\0", b"twinop_liberty\0"))
-    code = (
-        "from twinop.errors import LibraryError\n"
-        "try:\n    torch_op.load(sys.argv[1])\nexcept LibraryError as error:\n    print(error)\n"
-    )
-    expected = "it has no function twinop_library, which torch needs. Build it again with this twinop"
-    assert in_torch(code, path) == f"{path}: {expected}\n"
-
-
 def ops_of(library: Path) -> list[Any]:
     table = read_table(library)
     return [table.ops[i].contents for i in range(table.op_count)]
-
-
-@pytest.mark.cuda
-def test_the_kernels_device_is_made_current(two_gpus: None, libraries: dict[str, Path]) -> None:
-    """A session on device 1 runs from a thread whose current device is 0."""
-    import torch
-
-    x = torch.randn(1 << 20, device="cuda:1")
-    node = helper.make_node("CustomRelu", ["x"], ["y"], "relu", domain="custom_domain")
-    graph = model([node], {"x": FLOAT}, {"y": FLOAT}, custom_domain=1)
-    provider = ("CUDAExecutionProvider", {"device_id": "1"})
-    opened = deploy.session(graph, [provider], libraries["custom_ops"])
-    torch.cuda.set_device(0)
-    for _ in range(3):
-        y = opened.run({"x": x})["y"]
-        assert y.device == x.device and torch.equal(y, torch.relu(x))
-        assert torch.cuda.current_device() == 0
-
-
-@pytest.mark.cuda
-def test_a_launcher_sets_the_device_itself(two_gpus: None, libraries: dict[str, Path]) -> None:
-    """A launcher runs on the device of its tensors, not on the current device."""
-    import torch
-
-    from twinop import torch_op
-
-    exp = next(op for op in ops_of(libraries["custom_ops"]) if op.schema.startswith(b"exp("))
-    x = torch.randn(1024, device="cuda:1")
-    y = torch.empty_like(x)
-    stream = torch.cuda.Stream(1)
-    torch.cuda.synchronize(1)
-    torch.cuda.set_device(0)
-    assert launch_unary(exp, x, y, stream.cuda_stream) == ""
-    assert torch.cuda.current_device() == 0
-    stream.synchronize()
-    assert torch.equal(y, torch_op.exp(x))
 
 
 def test_a_launcher_through_the_c_interface(libraries: dict[str, Path]) -> None:

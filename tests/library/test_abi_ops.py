@@ -72,21 +72,6 @@ def test_integers_and_bools(x_type: int, index_type: int, providers: list[str], 
     assert found["y"].dtype == x.dtype
 
 
-@pytest.mark.cuda
-def test_in_torch_on_cuda(abi: Path) -> None:
-    code = (
-        "abi = torch_op.load(sys.argv[1])\n"
-        "x, weight = torch.tensor([[1.0, -2.0]], device='cuda'), torch.tensor([1.0, 3.0], device='cuda')\n"
-        "index, keep = torch.tensor([1, 7], device='cuda'), torch.tensor([True, True], device='cuda')\n"
-        "print([t.tolist() for t in abi.packed(x, weight, 2)])\n"
-        "print([t.tolist() for t in abi.spread(torch.tensor([1], dtype=torch.int8, device='cuda'))])\n"
-        "print([t.tolist() for t in abi.take(weight, index, keep)])\n"
-    )
-    spread = str([[k + 1] for k in range(8)])
-    expected = ["[[[2.0, -12.0]], [0]]", spread, "[[3.0, 0.0], [True, False]]"]
-    assert in_torch(code, abi).splitlines() == expected
-
-
 def scale_model() -> onnx.ModelProto:
     node = helper.make_node("CustomScaleBy", ["x", "factors"], ["z"], "scale", domain="test.abi")
     return model([node], {"x": FLOAT, "factors": INT64}, {"z": FLOAT}, test__abi=2)

@@ -42,12 +42,6 @@ def test_no_symbol_is_unique_in_the_process(stem: str) -> None:
     assert {symbol["st_info"]["bind"] for symbol in symbols} <= {"STB_LOCAL", "STB_GLOBAL", "STB_WEAK"}
 
 
-def test_size() -> None:
-    library = read_library(find_library("custom_relu"))
-    archs = len(library.cuda_archs.split(","))
-    assert library.path.stat().st_size <= 2 * 2**20 + (archs - 1) * 2**19
-
-
 def test_two_ort_libraries_in_one_process() -> None:
     """Each session runs the kernels of its own library; a third one holds other ops."""
     record = read_library(find_library("custom_relu")).records["relu"]

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from abi_files import CPU, FLOAT, INT64, in_torch, model
+from abi_files import CPU, FLOAT, INT64, model
 from onnx import helper
 from torch._dynamo import config
 
@@ -184,38 +184,3 @@ def test_onnx_infers_no_size() -> None:
     record = read_library(find_library("test_counted")).records["split_rows"]
     inferred = infer_outputs(record, {"x": ("float32", (3, 4)), "keep": ("bool", (3,))}, {"error": 0})
     assert inferred == {name: ("float32", (Unknown(), 4)) for name in ("kept", "left")}
-
-
-CUDA_GRAPH = """
-import onnxruntime
-from pathlib import Path
-
-onnxruntime.preload_dlls()
-options = onnxruntime.SessionOptions()
-options.log_severity_level = 4
-options.register_custom_ops_library(sys.argv[1])
-providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
-session = onnxruntime.InferenceSession(sys.argv[2], options, providers=providers)
-assert session.get_providers()[0] == "CUDAExecutionProvider"
-binding = session.io_binding()
-for name, shape in ("boxes", [100, 4]), ("scores", [100]):
-    value = onnxruntime.OrtValue.ortvalue_from_numpy(torch.rand(shape).numpy(), "cuda", 0)
-    binding.bind_ortvalue_input(name, value)
-binding.bind_output("keep", "cuda")
-for _ in range(3):
-    try:
-        session.run_with_iobinding(binding)
-    except Exception as error:
-        print(error, flush=True)
-        import os
-        os._exit(0)  # ONNX Runtime leaves its stream in the capture
-"""
-
-
-@pytest.mark.cuda
-def test_plain_onnx_runtime_is_refused_a_cuda_graph(tmp_path: Path) -> None:
-    node = helper.make_node("CustomNms", ["boxes", "scores"], ["keep"], "found", domain="nms")
-    path = tmp_path / "m.onnx"
-    onnx.save(model([node], {"boxes": FLOAT, "scores": FLOAT}, {"keep": INT64}, nms=1), path)
-    said = in_torch(CUDA_GRAPH, find_library("nms"), path)
-    assert "'found' (CUDA)" in said and "come from the data, so the call waits for the GPU" in said

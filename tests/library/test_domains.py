@@ -68,35 +68,6 @@ def test_a_library_that_is_named_again(tmp_path: Path, libraries: dict[str, Path
     assert [each.domain for each in opened.libraries] == ["custom_domain", "test_c", "test.abi"]
 
 
-OWN_TABLES = """
-import ctypes, sys
-import numpy as np
-import onnxruntime as ort
-
-for path in sys.argv[1:3]:
-    ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
-options = ort.SessionOptions()
-for path in sys.argv[1:3]:
-    options.register_custom_ops_library(path)
-session = ort.InferenceSession(sys.argv[3], options)
-print(session.run(None, {"x": np.array([-1, 2], np.float32), "factors": np.array([3])}))
-"""
-
-
-def test_each_library_has_its_own_table(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """Each library uses its own functions, even with RTLD_GLOBAL."""
-    nodes = [
-        helper.make_node("CustomRelu", ["x"], ["r"], domain="custom_domain"),
-        helper.make_node("CustomScaleBy", ["r", "factors"], ["z"], domain="test.abi"),
-    ]
-    path = tmp_path / "model.onnx"
-    graph = model(nodes, {"x": FLOAT, "factors": INT64}, {"z": FLOAT}, custom_domain=1, test__abi=2)
-    path.write_bytes(graph.SerializeToString())
-    files = [libraries["test_abi"], libraries["custom_relu"], path]
-    done = warm_python.run(["-c", OWN_TABLES, *files])
-    assert done.returncode == 0 and "[0., 6.]" in done.stdout, done.stderr
-
-
 TWO_DOMAINS = """
 from twinop import deploy, export
 
@@ -132,16 +103,6 @@ found = deploy.session(path, ["CPUExecutionProvider"], sys.argv[1:3])
 assert len(found.libraries) == 3
 (y,) = found.run({"x": x, "factors": factors}).values()
 assert y.equal(expected)
-try:
-    abi.packed(x, x[0], 13)
-except RuntimeError as error:
-    assert "creating its state failed: n is 13" in str(error), error
-else:
-    raise AssertionError("no error")
-y, was_packed = abi.packed(x, torch.tensor([1.0, 2.0, 3.0]), 2)
-assert y.tolist() == [[2.0, -8.0, 18.0]] and was_packed.tolist() == [0]
-spread = torch.ops.test_abi.spread(torch.tensor([1], dtype=torch.int8))
-assert [t.item() for t in spread] == list(range(1, 9))
 print("done")
 """
 
