@@ -1,7 +1,8 @@
 """Python processes that need not import torch: that takes longer than most of what tests do in one.
 
-A process imports packages of others, and no module of twinop. For each command it forks a child, with the
-command's arguments, environment and folder. The child runs as a new process of Python would, but for this:
+A process imports packages of others, and no module of twinop; it serves all processes of a run, as its
+imports take eight seconds of a core. For each command it forks a child, with the command's arguments,
+environment and folder. The child runs as a new process of Python would, but for this:
 what Python and packages read from the environment as they start is that of the tests, such as the seed of
 hashes; at its end nothing is destroyed; and nobody waits for processes that it leaves. Tests of imports and
 of processes that must agree start processes of their own; so do the examples of docs/, whose end counts.
@@ -12,20 +13,24 @@ import gc
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import read_once
+from made_once import made_once
 
 IMPORTED = (
     "torch._dynamo", "torch._functorch.aot_autograd", "torch._decomp.decompositions_for_jvp",
@@ -37,28 +42,31 @@ IMPORTED = (
 OPSET = 20  # of an export by default
 
 
-class _Server:
-    def __init__(self) -> None:
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, start_new_session=True
-        )
-        atexit.register(self.end)
+def _start(folder: Path) -> None:
+    command = [sys.executable, __file__, folder / "socket"]
+    subprocess.Popen(command, start_new_session=True).returncode = 0  # it ends with the run
+    while not (folder / "socket").exists():
+        time.sleep(0.01)
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+
+class _Server:
+    """A connection, with a process of its own that forks from the one that has imported all."""
+
+    def __init__(self) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(str(made_once("warm python", _start) / "socket"))
+        self.file = self.socket.makefile("rw")
+        self.group = int(self.file.readline() or 0)
 
     def run(self, request: Mapping[str, Any]) -> int:
-        assert self.process.stdin and self.process.stdout
         try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            if not (line := self.process.stdout.readline()):
+            print(json.dumps(request), file=self.file, flush=True)
+            if not (line := self.file.readline()):
                 raise RuntimeError("the process that tests fork from has ended; stderr has what it said")
             return int(line)
-        except BaseException:  # a test's time is over: the next one gets a server of its own
-            os.killpg(self.process.pid, signal.SIGKILL)
+        except BaseException:  # a test's time is over: the next one gets a process of its own
+            with suppress(ProcessLookupError):
+                os.killpg(self.group, signal.SIGKILL)
             _server.cache_clear()
             raise
 
@@ -91,15 +99,32 @@ def _become(request: Mapping[str, Any]) -> None:
     sys.path[:0] = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
 
 
-def _serve(answers: TextIO) -> Mapping[str, Any]:
+def _accept(listening: socket.socket) -> socket.socket:
+    """Forks a child for each connection, until the run is over; returns the connection in the child."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while os.path.exists(listening.getsockname()):
+        if select.select([listening], [], [], 1)[0]:
+            connection, _ = listening.accept()
+            if os.fork() == 0:
+                os.setsid()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listening.close()
+                return connection
+            connection.close()
+    os._exit(0)
+
+
+def _serve(connection: socket.socket) -> Mapping[str, Any]:
     """Forks a child for each request, and tells how it ended; returns the request in the child."""
-    for line in sys.stdin:
+    file = connection.makefile("rw")
+    print(os.getpid(), file=file, flush=True)
+    for line in file:
         request = json.loads(line)
         if (child := os.fork()) == 0:
             _become(request)
             return dict(request)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
-    sys.exit()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=file, flush=True)
+    os._exit(0)
 
 
 def _run(kind: str, *rest: str) -> None:
@@ -135,8 +160,9 @@ def _code_of(command: Sequence[str]) -> int:
 
 
 def _main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an import prints is no answer
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(sys.argv[1])
+    listening.listen()
     for name in IMPORTED:
         with suppress(ImportError):  # another release has no such module
             __import__(name)
@@ -146,7 +172,7 @@ def _main() -> None:
     of_tests = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     sys.path[:] = [folder for folder in sys.path if folder not in of_tests]
     gc.freeze()  # what is imported stays: children share its pages
-    code = _code_of(_serve(answers)["command"])
+    code = _code_of(_serve(_accept(listening))["command"])
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
