@@ -21,7 +21,7 @@ case "$1 $2" in
   "-m venv") [ -e "$FAIL_VENV" ] && exit 1
     mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$FAKES/cmake" "$3/bin/cmake" ;;
   "-m pip") echo "pip $*" >>"$LOG"
-    case "$*" in *"$FAIL_PIP_FOR"*) [ ! -e "$FAIL_PIP" ] ;; esac ;;
+    [ ! -e "$FAIL_PIP" ] ;;
   "-m twinop.bench") echo "$*" >>"$LOG" ;;
   "-m pytest") shift 2; for word in "$@"; do echo "pytest [$word]" >>"$LOG"; done ;;
   "-c "*) exit 0 ;;
@@ -112,19 +112,13 @@ def test_the_demo_builds_relu_alone(tmp_path, build):
     assert "cmake --build --preset default ORT_ROOT=" in log(tmp_path) and "relu alone" not in done.stderr
 
 
-@pytest.mark.parametrize("wrong", ["cmake", "pip"])
-def test_a_demo_that_fails_ends(tmp_path, build, wrong):
-    """Where compiling fails, it ends after pip; where pip fails, torch's adapter is not compiled."""
-    if wrong == "cmake":
-        cmake = tmp_path / "programs/cmake"
-        cmake.write_text(cmake.read_text() + 'case "$*" in *custom_relu) exit 1 ;; esac\n')
-    else:
-        (tmp_path / "fail pip").touch()
-    done = build("demo", FAIL_PIP_FOR="requirements/base.txt")
-    calls = log(tmp_path)
+def test_a_demo_that_fails_ends(tmp_path, build):
+    """Where compiling fails, it ends after pip."""
+    cmake = tmp_path / "programs/cmake"
+    cmake.write_text(cmake.read_text() + 'case "$*" in *custom_relu) exit 1 ;; esac\n')
+    done, calls = build("demo"), log(tmp_path)
     assert done.returncode == 1 and any("requirements/base.txt" in line for line in calls)
     assert not any("--preset demo" in line for line in calls)
-    assert ("the packages in requirements/ could not be installed" in done.stderr) == (wrong == "pip")
 
 
 def change(path: Path) -> None:
@@ -138,43 +132,17 @@ def installed(tmp_path: Path) -> list[list[str]]:
     return [purposes for purposes in calls if purposes]
 
 
-def test_what_changed_is_done_again(tmp_path, build):
-    build()
-    log(tmp_path)
-    keep = tmp_path / "a tree/.venv/keep"
-    keep.touch()
-    change(tmp_path / "a tree/requirements/base.txt")
-    build()
-    assert installed(tmp_path) == [["base", "compile", "cpu"]] and keep.exists()
-    build(TWINOP_DEVICE="cuda")
-    assert installed(tmp_path) == [["base", "compile", "cuda"]] and not keep.exists()
-
-
 def test_a_command_installs_what_it_needs(tmp_path, build):
     build("demo")
     assert installed(tmp_path) == [["compile"], ["base", "compile", "cpu"]]
     build("bench", "--quick")
     assert installed(tmp_path) == [["bench"]]
-    build("serve")
-    assert installed(tmp_path) == [["serve"]]
-    for command in ("serve", "demo", "bench"):
-        build(command)
-        assert installed(tmp_path) == []
-    build("test")
-    assert installed(tmp_path) == [["test"]]
+    build("bench")
+    assert installed(tmp_path) == []
     build("test", "--all")
-    assert ["slow"] in installed(tmp_path)
-    build("format")
-    assert installed(tmp_path) == [["lint"]]
-    build("check")
-    assert installed(tmp_path) == [["docs"]]
-    change(tmp_path / "a tree/requirements/serve.txt")
-    build("demo")
-    assert installed(tmp_path) == []
-    build("setup", "base", "bench")
-    assert installed(tmp_path) == []
+    assert installed(tmp_path)[0] == ["serve", "test", "slow"]
     build("setup")
-    assert installed(tmp_path) == [["serve", "wheel"]]
+    assert installed(tmp_path) == [["lint", "wheel", "docs"]]
     change(tmp_path / "a tree/requirements/constraints.txt")
     build("setup")
     everything = ["base", "compile", "cpu", "serve", "bench", "test", "lint", "wheel", "docs"]

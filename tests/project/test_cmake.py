@@ -45,9 +45,7 @@ def configure_twinop(folder: Path, *options: str) -> subprocess.CompletedProcess
     ("arguments", "message"),
     [
         ("DOMAIN ai.onnx", "this domain belongs to ONNX, ONNX Runtime or PyTorch; choose another one"),
-        ("DOMAIN com.microsoft.mine", "this domain belongs to ONNX, ONNX Runtime or PyTorch; choose another"),
         ("DOMAIN 9lives", "expected a domain such as mish or my.ops: letters, digits and _, with dots"),
-        ("", "expected a domain such as mish or my.ops"),
     ],
 )
 def test_domains_that_no_library_can_have(arguments: str, message: str, tmp_path: Path) -> None:
@@ -79,11 +77,9 @@ def test_an_architecture_that_nvcc_does_not_know(tmp_path: Path) -> None:
     ("wanted", "gpus", "refused"),
     [
         ("75", (), "75"),
-        ("90,61-real", (), "61"),
         ("75:90", (), "75"),
         ("native", ("7.5",), "75"),
         ("native", ("7.5", "8.6"), None),
-        ("native", ("10.3",), None),
     ],
 )
 def test_a_gpu_too_old(wanted: str, gpus: tuple[str, ...], refused: str | None, tmp_path: Path) -> None:
@@ -146,8 +142,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("wanted", "archs", "codes"),
     [
         ("90,80", "80-real,90", ["sm_80", "sm_90a", "compute_90"]),
-        ("90a-real", "90a-real", ["sm_90a"]),
-        ("80-real", "80-real", ["sm_80"]),
         ("80:90", "80:90", ["sm_90"]),
         ("native", None, None),
         ("all", None, None),
@@ -176,21 +170,3 @@ def test_architectures(wanted: str, archs: str | None, codes: list[str] | None, 
     assert ("-DTWINOP_SM90A" in command) == ("sm_90a" in codes)
     assert (f'-DTWINOP_CUDA_ARCHS=\\"{archs}\\"') in command
     assert ("arch=compute_80,code=sm_90" in command) == (wanted == "80:90")
-
-
-def test_families_bring_what_they_call(tmp_path: Path) -> None:
-    """`TWINOP_OPS` names families, and their launchers call ops of others, which must be linked."""
-    family_of = {
-        op: path.stem
-        for path in (ROOT / "kernels/ops").rglob("*.h")
-        for op in re.findall(r"^TWINOP_\w+\((\w+),", path.read_text(), re.MULTILINE)
-    }
-    for family, file in (("linear", "cuda.cuh"), ("linear_q", "quantised.cuh")):
-        python = f"-DPython_EXECUTABLE={sys.executable}"
-        configured = configure_twinop(tmp_path, f"-DTWINOP_OPS={family}", "-DTWINOP_WITH_CUDA=OFF", python)
-        assert configured.returncode == 0, configured.stderr
-        commands = json.loads((tmp_path / "compile_commands.json").read_text())
-        built = {Path(each["file"]).stem for each in commands}
-        launchers = (ROOT / "kernels/ops" / family / file).read_text()
-        called = re.findall(r"TWINOP_LAUNCH_ON_CUDA\((\w+)\)", launchers)
-        assert called and {family_of[op] for op in called} <= built, family

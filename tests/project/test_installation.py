@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from models import make_model
 
 from twinop import installation
@@ -30,7 +31,6 @@ def test_messages_to_the_user_of_a_wheel(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("export/to_onnx.py", "deploy/run_onnx.py", "tests/gpu_report.py")
 in_checkout = pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="no .venv: ./build.sh has not run")
 
 
@@ -48,7 +48,7 @@ def run(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
 
 
 @in_checkout
-@pytest.mark.parametrize("arguments", [*((script,) for script in SCRIPTS), ("-m", "twinop")])
+@pytest.mark.parametrize("arguments", [("deploy/run_onnx.py",), ("-m", "twinop")])
 def test_any_python_will_do(bare: Path, arguments: tuple[str, ...]) -> None:
     done = run(bare, *arguments, "--help", cwd=ROOT)
     assert done.returncode == 0 and "Usage:" in done.stdout and done.stderr == ""
@@ -56,7 +56,7 @@ def test_any_python_will_do(bare: Path, arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("script", "command"),
-    [*((script, "./build.sh") for script in SCRIPTS[:2]), ("tests/gpu_report.py", "./build.sh setup test")],
+    [("export/to_onnx.py", "./build.sh"), ("tests/gpu_report.py", "./build.sh setup test")],
 )
 def test_before_the_first_build(bare: Path, script: str, command: str, tmp_path: Path) -> None:
     for name in (script, "twinop/__init__.py", "twinop/script.py"):
@@ -89,8 +89,7 @@ for call in (lambda: torch_op.gelu(x), lambda: torch_op.CustomGELU()(x), twinop.
 def test_other_ops_say_how_to_build_them(tmp_path: Path) -> None:
     for stem in ("custom_relu", "twinop_torch"):
         os.symlink(find_library(stem), tmp_path / f"lib{stem}.so")
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = warm_python.run(["-c", SCRIPT, tmp_path])
     assert done.returncode == 0, done.stderr
     build = f"Build it with ./build.sh, which builds all ops ({ALL_OPS_TAKE})"
     missing = "twinop.torch_op has no op 'gelu'; loaded ops: relu, relu_backward. "

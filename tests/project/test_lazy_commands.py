@@ -42,22 +42,19 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"]])
-def test_help_needs_neither_packages_nor_libraries(arguments: list[str]) -> None:
+def test_help_needs_neither_packages_nor_libraries() -> None:
     """The help works without torch and before the first build."""
     missing = ("torch", "numpy", "onnx", "onnxruntime", "onnxscript", "tritonclient", "matplotlib")
     code = WITHOUT.format(missing=missing)
-    done = twinop(*arguments, code=code, TWINOP_LIBRARY_DIR="/nowhere")
+    done = twinop("bench", "--help", code=code, TWINOP_LIBRARY_DIR="/nowhere")
     assert done.returncode == 0 and done.stderr == "" and "Usage: twinop" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "package", "install"),
     [
-        (["export"], "torch", "torch"),
         (["bench"], "torch", "torch"),
         (["serve", "models"], "grpc", "'twinop[serve]'"),  # pip knows it by another name
-        (["serve", "models"], "starlette", "'twinop[serve]'"),
     ],
 )
 def test_a_package_that_is_missing(tmp_path: Path, arguments: list[str], package: str, install: str) -> None:
@@ -79,19 +76,16 @@ def test_a_command_that_there_is_not(arguments: list[str], meant: str) -> None:
     assert done.exit_code == 2 and f"No such command '{arguments[-1]}'. Did you mean '{meant}'" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("typed", "completions"), [("twinop se", ["serve"]), ("twinop export --li", ["--library"])]
-)
-def test_a_shell_completes(typed: str, completions: list[str]) -> None:
-    words = typed.split()
-    request = {"_TWINOP_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+def test_a_shell_completes() -> None:
+    typed = "twinop export --li"
+    request = {"_TWINOP_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": "2"}
     done = subprocess.run(
         [sys.executable, "-c", "from twinop.cli import app; app(prog_name='twinop')"],
         env=os.environ | request,
         capture_output=True,
         text=True,
     )
-    assert done.stdout.split() == completions and not done.stderr
+    assert done.stdout.split() == ["--library"] and not done.stderr
 
 
 FOLDER = "a folder whose name is longer than the lines of a narrow terminal"
@@ -100,22 +94,11 @@ FOLDER = "a folder whose name is longer than the lines of a narrow terminal"
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["Usage: twinop"]),
         (["ops", "{library}"], ["{library} (domain", "relu(Tensor x) -> Tensor"]),
         (["new", "mish"], ["next: cd mish && twinop build && twinop test"]),
         (["doctor", "{model}", "{library}"], ["OK: model: {model}: ai.onnx"]),
         (["check", "{model}", "--library", "{library}"], ["relu version 1 can be served", "from {library}"]),
         (["run", "{model}.none"], ["error: {model}.none: no such file"]),
-        pytest.param(
-            ["run", "{model}", "--library", "{library}"],
-            ["{model}: registered {library}", "CustomRelu"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["bench", "--ops", "relu", "--compare", "{model}"],
-            ["error: {model}: not a file of measurements"],
-            marks=pytest.mark.slow,
-        ),
     ],
     ids=lambda value: value[0] if value[0].isalpha() else None,
 )

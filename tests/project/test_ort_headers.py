@@ -71,14 +71,14 @@ def find(tmp_path: Path) -> Find:
 
 @pytest.mark.parametrize(
     "inner",
-    ["include", "include/onnxruntime", "include/onnxruntime/core/session", "usr/include/onnxruntime", "."],
+    ["include", "include/onnxruntime/core/session", "usr/include/onnxruntime", "."],
 )
 def test_folder_layouts(inner: str, tmp_path: Path, find: Find) -> None:
     root = folder(tmp_path / "an ort", {f"{inner}/onnxruntime_c_api.h": header()})
     assert find(ORT_ROOT=root) == root / inner
 
 
-@pytest.mark.parametrize("top", ["onnxruntime-linux-x64-gpu-1.23.2/", "./onnxruntime-x/", ""])
+@pytest.mark.parametrize("top", ["./onnxruntime-linux-x64-gpu-1.23.2/", ""])
 def test_tarballs(top: str, tmp_path: Path, find: Find) -> None:
     files = {f"{top}{HEADER}": header(), f"{top}include/other.h": b"", f"{top}lib/libonnxruntime.so.1": b"x"}
     file = tarball(tmp_path / "down loads/ort.tgz", files)
@@ -102,18 +102,6 @@ def test_folders_of_no_use(files: dict[str, bytes], message: str, tmp_path: Path
         find(ORT_ROOT=folder(tmp_path / "ort", files))
     with pytest.raises(Refused, match=r"ORT_ROOT=/no/such does not exist.*or unset ORT_ROOT"):
         find(ORT_ROOT="/no/such")
-
-
-@pytest.mark.parametrize("content", [b"PK\3\4 a zip", {"lib/libonnxruntime.so.1": b""}])
-def test_tarballs_that_cannot_be_used(content: bytes | dict[str, bytes], tmp_path: Path, find: Find) -> None:
-    file = tmp_path / "ort.tgz"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        tarball(file, content)
-    with pytest.raises(Refused, match=r"ORT_ROOT=.*ort.tgz has no onnxruntime_c_api\.h, or is not"):
-        find(ORT_ROOT=file)
-    assert not list(tmp_path.rglob("*.h"))
 
 
 class Site(SimpleHTTPRequestHandler):
@@ -151,12 +139,6 @@ def test_a_release_of_another_checksum(site: tuple[dict[str, str], Path], tmp_pa
     with pytest.raises(Refused, match=r"refused and removed: its SHA-256 is [0-9a-f]{64}, expected"):
         find(**arguments)
     assert [path.name for path in (tmp_path / "the cache").iterdir()] == ["lock"]
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path, find: Find) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(Refused, match=r"cache folder .*/file/x cannot be written\. Set TWINOP_CACHE"):
-        find(TWINOP_CACHE=tmp_path / "file/x")
 
 
 @pytest.fixture

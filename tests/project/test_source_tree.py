@@ -1,6 +1,7 @@
 """The sources stay readable: no import cycles, no imports from a higher layer."""
 
 import ast
+import functools
 import re
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -33,7 +34,7 @@ def imports_of(texts: dict[str, str], inside: bool = False) -> set[tuple[str, st
         texts: by path. Each folder of LAYERS is a subpackage of `twinop`.
         inside: whether imports in functions and classes count, too.
     """
-    programs = {module_of(name): (name, ast.parse(text)) for name, text in texts.items()}
+    programs = {module_of(name): (name, program_of(text)) for name, text in texts.items()}
     found = set()
     for importer, (name, program) in programs.items():
         package = importer if name.endswith("__init__.py") else importer.rpartition(".")[0]
@@ -44,6 +45,9 @@ def imports_of(texts: dict[str, str], inside: bool = False) -> set[tuple[str, st
             if imported:
                 found.add((importer, imported))
     return found
+
+
+program_of = functools.cache(ast.parse)
 
 
 def module_of(name: str) -> str:
@@ -114,15 +118,15 @@ MOST_LINES = 60
 
 def test_no_class_has_a_keyword_that_its_metaclass_takes(texts: dict[str, str]) -> None:
     """In Python 3.10 ABCMeta.__new__ has parameters of these names."""
-    nodes = [node for text in texts.values() for node in ast.walk(ast.parse(text))]
+    nodes = [node for text in texts.values() for node in ast.walk(program_of(text))]
     classes = {node.name: {k.arg for k in node.keywords} for node in nodes if isinstance(node, ast.ClassDef)}
     assert not [name for name, taken in classes.items() if taken & {"name", "bases", "namespace"}]
 
 
-def test_functions_fit_on_a_screen(files: list[str]) -> None:
+def test_functions_fit_on_a_screen(texts: dict[str, str]) -> None:
     found = set()
-    for file in (each for each in files if re.match(r"(export|model|optimize)/.*\.py$", each)):
-        nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+    for file in (each for each in texts if re.match(r"(export|model|optimize)/", each)):
+        nodes = ast.walk(program_of(texts[file]))
         for node in (each for each in nodes if isinstance(each, ast.FunctionDef)):
             if (node.end_lineno or 0) - node.lineno >= MOST_LINES:
                 found.add(f"{file} {node.name}")
