@@ -116,11 +116,6 @@ def two_outputs() -> onnx.ModelProto:
     )
 
 
-def log() -> onnx.ModelProto:
-    """y = Log(x): NaN below 0, -Infinity at 0."""
-    return parsed("(float[N, 4] x) => (float[N, 4] y) { y = Log(x) }")
-
-
 def total() -> onnx.ModelProto:
     """y[4] = the sum over the rows of x[N, 4]: rows depend on each other, and the output has none."""
     nodes = "y = ReduceSum <keepdims = 0> (x, axes)"

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import typer
 from pack_fixtures import packed, saved
-from service_models import identity, mlp, point_external, relu, save_external
+from service_models import identity, mlp, point_external, save_external
 from typer.testing import CliRunner
 
 from twinop import __version__
 from twinop.deploy.errors import ModelError, PackError
 from twinop.deploy.pack import command, packing
 from twinop.deploy.pack.command import Options
-from twinop.deploy.pack.packing import pack, pack_genai, read_contents
+from twinop.deploy.pack.packing import pack, pack_genai
 from twinop.deploy.service.folders import scan
 from twinop.deploy.service.newer_python import tomllib
 from twinop.deploy.service.settings import ModelSettings, read_settings
-from twinop.errors import LibraryError, TwinopError
+from twinop.errors import TwinopError
 
 APP = typer.Typer()
 APP.command()(command.main)
@@ -69,24 +69,11 @@ def test_another_user_can_read_all(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o005 == (0o005 if path.is_dir() else 0o004), path
 
 
-def test_model_without_custom_nodes(tmp_path: Path) -> None:
-    repo, said = packed(tmp_path, identity("FP32"))
-    assert not said.library_paths and not said.gpu
-    assert not [path for path in files(repo / "models") if path.endswith(".so")]
-    assert not settings_of(repo).library_sha256
-
-
 def test_twinop_reads_what_it_wrote(tmp_path: Path) -> None:
     repo, _ = packed(tmp_path, max_batch_size=16, cpus=1, gpu=True)  # every machine has one core
     settings = settings_of(repo)
     assert (settings.max_batch_size, settings.intra_op_threads, settings.provider) == (16, 1, "cuda")
     assert settings.library_sha256 and settings.run_timeout_seconds == 60
-
-
-def test_names(tmp_path: Path) -> None:
-    repo, _ = packed(tmp_path, name="2_Towers.v3", version=7)
-    assert (repo / "models/2_Towers.v3/7/model.onnx").is_file()
-    assert (repo / "models/2_Towers.v3/twinop.toml").is_file()
 
 
 def test_data_files_are_copied(tmp_path: Path) -> None:
@@ -128,30 +115,11 @@ def test_a_folder_of_genai(tmp_path: Path) -> None:
         pack_genai(Options(tmp_path, Path("/proc/no/repo"), genai=True))
 
 
-def test_damaged_model(tmp_path: Path) -> None:
-    (tmp_path / "broken.onnx").write_bytes(b"not a model")
-    with pytest.raises(ModelError, match="not a complete ONNX model"):
-        pack(Options(tmp_path / "broken.onnx", tmp_path / "repo"))
-    assert nothing_written(tmp_path)
-
-
 def test_library_missing_though_bodies_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twinop.libraries.find.library_folders", list)
     with pytest.raises(ModelError, match="no library has custom_domain::CustomRelu"):
         packed(tmp_path)
     assert nothing_written(tmp_path)
-
-
-def test_gpu_without_gpu_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinop.libraries.library import Library
-
-    def built_without(*_: Any, **__: Any) -> list[Library]:
-        return [Library(Path("libx.so"), "0.1.0", "none", "", {}, True)]
-
-    monkeypatch.setattr(packing, "choose_libraries", built_without)
-    monkeypatch.setattr(packing, "require_fit", lambda *_: None)
-    with pytest.raises(LibraryError, match="built without CUDA"):
-        read_contents(Options(saved(tmp_path, relu()), tmp_path / "repo", gpu=True))
 
 
 def test_only_force_replaces_and_only_what_was_packed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The files of examples/serving for what `twinop pack` writes; all offline."""
+"""The files of examples/serving for what `twinop pack` writes, and who may ask the server; all offline."""
 
 import ast
 import importlib
@@ -8,11 +8,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from pack_fixtures import packed
-from service_fixtures import free_ports, serve, tensor
+from service_fixtures import Served, free_ports, serve, tensor, wait_until
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS, SERVING = ROOT / "requirements", ROOT / "examples/serving"
@@ -77,26 +84,83 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module.split(".")[0]
 
 
-def test_the_packed_folder_is_served(tmp_path: Path) -> None:
-    """The container's own command on the packed files: the image without Docker."""
-    repo, _ = packed(tmp_path, gpu=False)
+MODELS, INDEX = "/v2/models", "/v2/repository/index"
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The container's own command on the packed files, with a token: the image without Docker."""
+    folder = tmp_path_factory.mktemp("image")
+    repo, _ = packed(folder, gpu=False)
     command = re.search(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
-    healthcheck = re.search(r'CMD \["python", "-c", "(.*)"\]', DOCKERFILE)
-    assert command is not None and healthcheck is not None
+    assert command is not None
     serve_, place, *options = json.loads(command[1])
     assert (serve_, place) == ("serve", "/mnt/models")
-    http, grpc = map(str, free_ports(2))
-    ports = {"0.0.0.0": "127.0.0.1", "8080": http, "8081": grpc}
+    ports = dict(zip(("8080", "8081"), map(str, free_ports(2)), strict=True)) | {"0.0.0.0": "127.0.0.1"}
     options = [ports.get(each, each) for each in options]
-    token, env = {"authorization": "Bearer secret"}, {"TWINOP_TOKEN": "secret"}
-    with serve(repo / "models", *options, env=env, cwd=tmp_path) as served:
-        healthy = [sys.executable, "-c", healthcheck[1].replace("8080", http)]
-        subprocess.run(healthy, check=True)
-        assert served.ask("GET", "/v2/models/custom_relu").status == 401
-        said = served.ask("GET", "/v2/models/custom_relu", headers=token).content
-        assert b"CustomRelu" in said and b"libcustom_relu.so" in said
-        body = {"inputs": [tensor("x", "FP32", [1, 4], [-1, 2, -3, 4])]}
-        answer = served.ask("POST", "/v2/models/custom_relu/infer", body, token)
-        assert answer.json["outputs"][0]["data"] == [0, 2, 0, 4]
-        assert b"twinop_queued" in served.ask("GET", "/metrics", headers=token).content  # docs/serving.md
+    with serve(repo / "models", *options, env={"TWINOP_TOKEN": "secret"}, cwd=folder) as served:
+        yield served
         assert served.stop() == 0
+
+
+def test_the_packed_folder_is_served(image: Served) -> None:
+    healthcheck = re.search(r'CMD \["python", "-c", "(.*)"\]', DOCKERFILE)
+    assert healthcheck is not None
+    healthy = [sys.executable, "-c", healthcheck[1].replace("8080", str(image.http_port))]
+    subprocess.run(healthy, check=True)
+    token = {"authorization": "Bearer secret"}
+    said = image.ask("GET", "/v2/models/custom_relu", headers=token).content
+    assert b"CustomRelu" in said and b"libcustom_relu.so" in said
+    body = {"inputs": [tensor("x", "FP32", [1, 4], [-1, 2, -3, 4])]}
+    answer = image.ask("POST", "/v2/models/custom_relu/infer", body, token)
+    assert answer.json["outputs"][0]["data"] == [0, 2, 0, 4]
+    assert b"twinop_queued" in image.ask("GET", "/metrics", headers=token).content  # docs/serving.md
+
+
+def test_token(image: Served) -> None:
+    def status(path: str, token: str | None = None) -> int:
+        method = "POST" if path == INDEX else "GET"
+        answer = image.ask(method, path, headers={} if token is None else {"Authorization": token})
+        if answer.status == 401:
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "Authorization: Bearer" in answer.error
+        return answer.status
+
+    assert status("/v2/health/live") == status("/v2/health/ready") == 200
+    for path in (MODELS, "/v2", "/metrics", "/", "/nowhere", "/v2/health/live/", INDEX):
+        assert status(path) == status(path, "Bearer wrong") == status(path, "Basic secret") == 401, path
+    assert status(MODELS, "Bearer secret") == status("/metrics", "bearer secret") == 200
+    assert status("/nowhere", "Bearer secret") == 404
+    assert status(INDEX, "Bearer secret") == 200
+
+
+def test_token_and_health_over_grpc(image: Served) -> None:
+    """The health service needs no token, as other probes."""
+    with grpc.insecure_channel(f"127.0.0.1:{image.grpc_port}") as channel:
+        stub: Any = GRPCInferenceServiceStub(channel)
+        assert stub.ServerLive(pb.ServerLiveRequest()).live
+        assert stub.ServerReady(pb.ServerReadyRequest()).ready
+
+        def is_allowed(call: Any, request: Any, token: str) -> bool:
+            try:
+                return bool(call(request, metadata=(("authorization", f"Bearer {token}"),)))
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+                return False
+
+        ready = stub.ModelReady, pb.ModelReadyRequest(name="custom_relu")
+        index = stub.RepositoryIndex, pb.RepositoryIndexRequest()
+        for token, expected in (("", (0, 0)), ("wrong", (0, 0)), ("secret", (1, 1))):
+            assert (is_allowed(*ready, token), is_allowed(*index, token)) == expected
+
+        health = HealthStub(channel)
+
+        def is_serving(service: str) -> bool:
+            found: int = health.Check(HealthCheckRequest(service=service), timeout=60).status
+            return found == HealthCheckResponse.SERVING
+
+        for service in ("", "inference.GRPCInferenceService"):
+            wait_until(partial(is_serving, service))
+        with pytest.raises(grpc.RpcError) as error:
+            is_serving("nothing")
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND

@@ -21,7 +21,6 @@ from twinop.deploy.pack import command, packing
 from twinop.deploy.pack.command import Options
 from twinop.deploy.pack.triton_config import make_config, write_config
 from twinop.deploy.service.settings import SettingsError
-from twinop.errors import TwinopError
 
 Tensor = tuple[str, str, list[int]]
 APP = typer.Typer()
@@ -96,12 +95,6 @@ def test_every_packed_file_has_inputs_and_outputs(case: Any, gpu: bool, tmp_path
         assert dims and all(size == -1 or size > 0 for size in dims)
         assert each.HasField("reshape") == (dims == [1] and bool(batch)) and not each.reshape.shape
     assert ("not opened here" in said.note) == gpu
-
-
-def test_models_that_config_pbtxt_cannot_describe(tmp_path: Path) -> None:
-    with pytest.raises(TwinopError, match="x is bfloat16 of any shape, and config.pbtxt needs a known rank"):
-        packed(tmp_path, plain("BF16", None, "Identity"), triton=True)
-    assert not (tmp_path / "repo").exists()
 
 
 def test_what_no_graph_can_say(tmp_path: Path) -> None:

@@ -25,9 +25,12 @@ def place_all(folder: Path) -> None:
     made = {f"id_{datatype.lower()}": models.identity(datatype) for datatype in models.ELEMENTS}
     made |= {name: models.relu() for name in ("relu", "two_versions", "held", "followed", "broken")}
     made |= {name: models.relu() for name in SETTINGS} | {"uneven": models.uneven()}
-    made |= {"counted_log": models.log(), "two_outputs": models.two_outputs()}
-    made |= {"add": models.add(), "gather": models.gather(), "strings": models.strings()}
-    made |= {"expand": models.expand(), "padded": models.relu(metadata={RIGHT_PADDED: "x"})}
+    made |= {
+        "two_outputs": models.two_outputs(),
+        "add": models.add(),
+        "expand": models.expand(),
+        "padded": models.relu(metadata={RIGHT_PADDED: "x"}),
+    }
     for name, model in made.items():
         models.place(folder, name, model, settings=SETTINGS.get(name))
     models.place(folder, "two_versions", models.identity("FP32"), 2, settings='versions = "all"')

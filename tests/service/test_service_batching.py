@@ -281,6 +281,13 @@ async def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -
         batcher(Doubler(), instances=3)
 
 
+def test_large_work_is_done_in_a_thread() -> None:
+    """Others are answered beside it."""
+    here = threading.get_ident()
+    assert asyncio.run(in_thread_if_large(LARGE, threading.get_ident)) == here
+    assert asyncio.run(in_thread_if_large(LARGE + 1, threading.get_ident)) != here
+
+
 def test_work_on_a_request_that_takes_too_much_memory() -> None:
     def work() -> None:
         raise MemoryError

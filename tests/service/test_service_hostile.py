@@ -4,53 +4,32 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 import grpc
 import numpy as np
 import onnx
 import pytest
 import service_models as models
-from grpc_health.v1.health_pb2 import HealthCheckRequest
-from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_fixtures import Served, receive_all, serve, split, tensor, wait_until
 from service_raw import LIVE, REQUEST, answers_well, settled
 from service_rows import binary
-from tritonclient.grpc import service_pb2 as pb
 
 from twinop.deploy.service.codec_grpc import SERVICE
 from twinop.deploy.service.errors import OVER_BUDGET, ServiceError
 from twinop.deploy.service.request import Budget, RequestMemory
-from twinop.deploy.service.settings import ServerSettings
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that waits 0.6 s for a body."""
-    folder = tmp_path_factory.mktemp("models")
-    models.place(folder, "relu", models.relu())
-    (folder / "twinop.toml").write_text("[server]\nbody_seconds = 0.6\n")
-    with serve(folder, "--provider", "cpu") as found:
-        answers_well(found)
-        yield found
 
 
 @pytest.fixture
-def served(server: Served) -> Iterator[Served]:
+def calm(served: Served) -> Iterator[Served]:
     """Check that the server answers after the test, holds no more files than before, and logged no error."""
-    settled(server)
-    before, logged = server.files, len(server.log)
-    yield server
-    answers_well(server)
-    wait_until(lambda: server.files <= before + 2)
-    assert [line for line in server.log[logged:] if "traceback" in line] == []
-
-
-def test_a_body_that_comes_too_slowly(served: Served) -> None:
-    with served.connect() as connection:
-        connection.sendall(REQUEST[:-20])
-        answer = split(receive_all(connection))
-    assert answer.status == 408 and "body_seconds" in answer.error
+    answers_well(served)
+    settled(served)
+    before, logged = served.files, len(served.log)
+    yield served
+    answers_well(served)
+    wait_until(lambda: served.files <= before + 2)
+    assert [line for line in served.log[logged:] if "traceback" in line] == []
 
 
 def test_an_upgrade_with_a_body_is_refused(served: Served) -> None:
@@ -100,10 +79,10 @@ def no_reader(served: Served) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("attack", [resets, no_reader], ids=lambda attack: attack.__name__)
-def test_others_are_answered_and_files_are_closed(served: Served, attack: Callable[..., ExitStack]) -> None:
+def test_others_are_answered_and_files_are_closed(calm: Served, attack: Callable[..., ExitStack]) -> None:
     for _ in range(2):
-        with attack(served):
-            answers_well(served, 20)
+        with attack(calm):
+            answers_well(calm, 20)
 
 
 MIB = 1 << 20
@@ -167,6 +146,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
+def test_a_body_that_comes_too_slowly(small: Served) -> None:
+    with small.connect() as connection:
+        connection.sendall(REQUEST[:-20])
+        answer = split(receive_all(connection))
+    assert answer.status == 408 and "body_seconds" in answer.error
+
+
 def test_slow_bodies_give_their_bytes_back(small: Served) -> None:
     head = b"POST /v2/models/largest/infer HTTP/1.1\r\nContent-Length: %d\r\n"
     head += b"Inference-Header-Content-Length: 9\r\n\r\n"
@@ -211,25 +197,3 @@ def test_a_grpc_message_that_does_not_arrive(small: Served) -> None:
         end.set()
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "did not arrive within 2 s (body_seconds)" in error.details()
-
-
-def test_more_calls_than_allowed(small: Served) -> None:
-    """Calls of Watch stay open until the client ends them."""
-    with grpc.insecure_channel(f"127.0.0.1:{small.grpc_port}") as channel:
-        health = HealthStub(channel)
-        most = ServerSettings().maximum_concurrent_rpcs
-        calls = [health.Watch(HealthCheckRequest(), timeout=60) for _ in range(most)]
-        for call in calls:
-            next(call)  # each was accepted
-        with pytest.raises(grpc.RpcError) as error:
-            health.Check(HealthCheckRequest())
-        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        for call in calls:
-            call.cancel()
-
-    def is_allowed() -> bool:
-        with small.stub() as stub, suppress(grpc.RpcError):
-            return bool(stub.ServerLive(pb.ServerLiveRequest()).live)
-        return False
-
-    wait_until(is_allowed)

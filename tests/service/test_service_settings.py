@@ -1,20 +1,11 @@
-"""Settings of the service: validation, precedence, the resolution of paths; and the token."""
+"""Settings of the service: validation, precedence, the resolution of paths."""
 
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 import service_models as models
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
-from service_fixtures import Served, serve, wait_until
 from service_loads import refusal_of, repository_of
 from service_models import place, relu
-from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from twinop.deploy.service.operations import Token
 from twinop.deploy.service.settings import ServerSettings, Settings, SettingsError, read_settings
@@ -24,13 +15,6 @@ def written(folder: Path, text: str) -> Path:
     path = folder / "twinop.toml"
     path.write_text(text)
     return path
-
-
-def test_without_a_file_everything_has_a_default() -> None:
-    settings = read_settings(None, {})
-    assert settings.server.host == "127.0.0.1" and settings.server.poll_seconds == 0
-    model = settings.for_model("any")
-    assert model.max_batch_size == 0 and model.provider == "auto"
 
 
 def test_layers_from_the_general_to_the_command_line(tmp_path: Path) -> None:
@@ -127,74 +111,11 @@ def test_settings_from_elsewhere(one_model: Path, tmp_path: Path, monkeypatch: p
     assert settings.for_model("m").max_batch_size == 5
 
 
-MODELS, INDEX = "/v2/models", "/v2/repository/index"
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with a token."""
-    folder = tmp_path_factory.mktemp("guarded")
-    models.place(folder / "models", "relu", models.relu())
-    (folder / "token").write_text("secret\n")
-    (folder / "models" / "twinop.toml").write_text("[server]\ntoken_file = '../token'")
-    with serve(folder / "models") as server:
-        yield server
-
-
-def test_token(guarded: Served) -> None:
-    def status(path: str, token: str | None = None) -> int:
-        method = "POST" if path == INDEX else "GET"
-        answer = guarded.ask(method, path, headers={} if token is None else {"Authorization": token})
-        if answer.status == 401:
-            assert answer.headers["www-authenticate"] == "Bearer"
-            assert "Authorization: Bearer" in answer.error
-        return answer.status
-
-    assert status("/v2/health/live") == status("/v2/health/ready") == 200
-    for path in (MODELS, "/v2", "/metrics", "/", "/nowhere", "/v2/health/live/", INDEX):
-        assert status(path) == status(path, "Bearer wrong") == status(path, "Basic secret") == 401, path
-    assert status(MODELS, "Bearer secret") == status("/metrics", "bearer secret") == 200
-    assert status("/nowhere", "Bearer secret") == 404
-    assert status(INDEX, "Bearer secret") == 200
-
-
-def test_token_and_health_over_grpc(guarded: Served) -> None:
-    """The health service needs no token, as other probes."""
-    with grpc.insecure_channel(f"127.0.0.1:{guarded.grpc_port}") as channel:
-        stub: Any = GRPCInferenceServiceStub(channel)
-        assert stub.ServerLive(pb.ServerLiveRequest()).live
-        assert stub.ServerReady(pb.ServerReadyRequest()).ready
-
-        def is_allowed(call: Any, request: Any, token: str) -> bool:
-            try:
-                return bool(call(request, metadata=(("authorization", f"Bearer {token}"),)))
-            except grpc.RpcError as error:
-                assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-                return False
-
-        ready = stub.ModelReady, pb.ModelReadyRequest(name="relu")
-        index = stub.RepositoryIndex, pb.RepositoryIndexRequest()
-        for token, expected in (("", (0, 0)), ("wrong", (0, 0)), ("secret", (1, 1))):
-            assert (is_allowed(*ready, token), is_allowed(*index, token)) == expected
-
-        health = HealthStub(channel)
-
-        def is_serving(service: str) -> bool:
-            found: int = health.Check(HealthCheckRequest(service=service), timeout=60).status
-            return found == HealthCheckResponse.SERVING
-
-        for service in ("", "inference.GRPCInferenceService"):
-            wait_until(partial(is_serving, service))
-        with pytest.raises(grpc.RpcError) as error:
-            is_serving("nothing")
-        assert error.value.code() is grpc.StatusCode.NOT_FOUND
-
-
 def test_the_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, sent in (("secret", b"secret"), (" secret\n", b"secret"), ("\udcff", b"\xff")):
         monkeypatch.setenv("TWINOP_TOKEN", given)
         token = Token(ServerSettings())
-        assert token.allow(MODELS, b"Bearer " + sent) and not token.allow(MODELS, b"")
+        assert token.allow("/v2/models", b"Bearer " + sent) and not token.allow("/v2/models", b"")
     monkeypatch.setenv("TWINOP_TOKEN", "")
     with pytest.raises(SettingsError, match="TWINOP_TOKEN is empty. Give it a token, or leave it out to"):
         Token(ServerSettings())

@@ -266,7 +266,7 @@ def plus(version: int) -> onnx.ModelProto:
 
 def test_no_request_is_lost_or_wrong_while_versions_are_swapped_and_at_sigterm(tmp_path: Path) -> None:
     """Every fourth version is corrupt. TWINOP_SOAK=200000 makes a soak of it."""
-    requests = int(os.environ.get("TWINOP_SOAK", "2500"))
+    requests = int(os.environ.get("TWINOP_SOAK", "1500"))
     place(tmp_path, "load", plus(1))
     (tmp_path / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
     options = ("--provider", "cpu", "--max-batch-size", "32")
