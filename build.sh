@@ -172,11 +172,26 @@ format() {
   ruff check --fix # last: it fails for what it cannot mend
 }
 
+# timm and torchvision, in a folder that only tests/export/architectures looks into; it says why.
+image_models() {
+  local folder=$venv/architectures want
+  want=$(sha256sum <requirements/architectures.txt)
+  if [[ -f $folder/stamp && $(<"$folder/stamp") == "$want" ]]; then return; fi
+  say "installing timm and torchvision into .venv/architectures"
+  rm -rf "$folder"
+  mkdir "$folder"
+  if "$venv/bin/python" -m pip install --quiet --no-deps --target "$folder" -r requirements/architectures.txt; then
+    echo "$want" >"$folder/stamp"
+  else
+    say "timm and torchvision could not be installed: the tests of their models will be skipped"
+  fi
+}
+
 run_tests() {
   local arguments=() all=() argument
   if [[ -z ${1:-} || $* == --all ]]; then arguments=(-n 3 --dist worksteal); fi # some wait; a worker keeps to its files
   for argument in "$@"; do # `-m ''` takes back pyproject.toml's -m 'not slow'
-    if [[ $argument == --all ]]; then arguments+=(-m "") all=(--all); else arguments+=("$argument"); fi
+    if [[ $argument == --all ]]; then arguments+=(-m "") all=(--all) && image_models; else arguments+=("$argument"); fi
   done
   python tests/helpers/ort_versions.py "${all[@]}" # the ONNX Runtime releases that one .so file must serve
   python -m pytest "${arguments[@]}"

@@ -1,4 +1,4 @@
-"""Tests that models of torch and transformers keep their results through an export."""
+"""Tests that models of torch, transformers, timm and torchvision keep their results through an export."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture
+from architectures import ARCHITECTURES, Architecture, missing
 from architectures.common import Tensors
 from export_models import each_exporter
 from torch import nn
@@ -68,6 +68,8 @@ def compare(architecture: Architecture, path: Path, library: Path | None) -> Non
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_export(name: str, exporter: str, tmp_path: Path, libraries: dict[str, Path]) -> None:
     architecture = ARCHITECTURES[name]
+    if reason := missing(architecture.library):
+        pytest.skip(reason)
     model = torch_op.replace_modules(architecture.model().train())
     tensors = architecture.inputs(*EXAMPLE)
     path = tmp_path / "ours" / "model.onnx"

@@ -1,8 +1,11 @@
-"""Small models with random weights, of torch and transformers, by name."""
+"""Small models with random weights, of torch, transformers, timm and torchvision.
 
-from architectures import language, plain
-from architectures.common import Architecture
+`ARCHITECTURES` has them by name. timm and torchvision come from requirements/architectures.txt.
+"""
 
-ARCHITECTURES = {each.name: each for each in (*plain.MODELS, *language.MODELS)}
+from architectures import images, language, plain
+from architectures.common import Architecture, missing
 
-__all__ = ["ARCHITECTURES", "Architecture"]
+ARCHITECTURES = {each.name: each for each in (*plain.MODELS, *language.MODELS, *images.MODELS)}
+
+__all__ = ["ARCHITECTURES", "Architecture", "missing"]

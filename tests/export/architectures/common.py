@@ -1,14 +1,19 @@
 """What an architecture is, and the example inputs that several share."""
 
+import importlib
+import importlib.util
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 VOCABULARY = 64
+SITE = Path(sys.prefix) / "architectures"  # where timm and torchvision are
 Tensors = dict[str, torch.Tensor]
 
 
@@ -19,6 +24,7 @@ class Architecture:
     inputs: Callable[[int, int], Tensors]  # (batch, length) -> new tensors by forward's arguments
     axes: Mapping[int, str] = field(default_factory=lambda: {0: "batch"})  # what stays open, of every input
     constants: Mapping[str, Any] = field(default_factory=dict)  # forward's other arguments
+    library: str = "torch"
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -54,3 +60,34 @@ def tokens(batch: int, length: int) -> Tensors:
 
 def image(size: int, name: str = "x") -> Callable[[int, int], Tensors]:
     return lambda batch, length: {name: torch.randn(batch, 3, size, size)}
+
+
+def missing(library: str) -> str:
+    """Why the library cannot be used, or "".
+
+    timm and torchvision have a folder of their own. PyPI's torchvision needs torch's CUDA build; beside the
+    CPU build, transformers fails, as it imports torchvision wherever it is installed.
+    """
+    if library in ("timm", "torchvision") and str(SITE) not in sys.path:
+        sys.path.append(str(SITE))
+    if importlib.util.find_spec(library) is None:
+        return (
+            f"no {library}; ./build.sh test --all installs it, as does "
+            f"pip install --no-deps --target {SITE} -r requirements/architectures.txt"
+        )
+    if library in ("timm", "torchvision"):
+        _declare_operators_of_torchvision()
+    return ""
+
+
+def _declare_operators_of_torchvision() -> None:
+    """Makes torchvision importable beside torch's CPU build, where the extension of PyPI's torchvision does
+    not load: the import describes two of its operators to torch, which no model here calls."""
+    if "torchvision" in sys.modules:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float iou) -> Tensor")
+        importlib.import_module("torchvision")

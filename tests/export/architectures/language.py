@@ -32,16 +32,16 @@ def hugging(kind: str, **sizes: Any) -> Callable[[], nn.Module]:
 
 
 def encoder(name: str, kind: str, **sizes: Any) -> Architecture:
-    return Architecture(name, hugging(kind, **sizes), tokens, LENGTH)
+    return Architecture(name, hugging(kind, **sizes), tokens, LENGTH, library="transformers")
 
 
 def decoder(name: str, kind: str, **sizes: Any) -> Architecture:
     """Without its cache of keys and values, which is not a tensor."""
-    return Architecture(name, hugging(kind, **sizes, use_cache=False), tokens, LENGTH)
+    return Architecture(name, hugging(kind, **sizes, use_cache=False), tokens, LENGTH, library="transformers")
 
 
 def pixels(name: str, kind: str, **sizes: Any) -> Architecture:
-    return Architecture(name, hugging(kind, **sizes), image(32, "pixel_values"))
+    return Architecture(name, hugging(kind, **sizes), image(32, "pixel_values"), library="transformers")
 
 
 def translation(batch: int, length: int) -> Tensors:
@@ -108,14 +108,15 @@ MODELS = (
     decoder("gemma2", "Gemma2ForCausalLM", **LLAMA, head_dim=8),
     decoder("gemma3", "Gemma3ForCausalLM", **LLAMA, head_dim=8),
     decoder("phi3", "Phi3ForCausalLM", **LLAMA),
-    Architecture("t5_encoder", hugging("T5EncoderModel", **T5), tokens, LENGTH),
-    Architecture(
-        "t5", hugging("T5ForConditionalGeneration", **T5), translation, LENGTH, {"use_cache": False}
-    ),
-    Architecture("bart", hugging("BartModel", **BART), translation, LENGTH, {"use_cache": False}),
-    Architecture("whisper_encoder", whisper_encoder, spectra),
+    Architecture("t5_encoder", hugging("T5EncoderModel", **T5), tokens, LENGTH, library="transformers"),
+    Architecture("t5", hugging("T5ForConditionalGeneration", **T5), translation, LENGTH, {"use_cache": False},
+                 library="transformers"),
+    Architecture("bart", hugging("BartModel", **BART), translation, LENGTH, {"use_cache": False},
+                 library="transformers"),
+    Architecture("whisper_encoder", whisper_encoder, spectra,
+                 library="transformers"),
     Architecture("clip", hugging("CLIPModel", projection_dim=16, text_config=CLIP_TEXT, vision_config=VISION),
-                 pairs),
+                 pairs, library="transformers"),
     pixels("vit", "ViTModel", **VISION),
     pixels("dinov2", "Dinov2Model", **VISION),
     pixels("swin", "SwinModel", image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4],
