@@ -28,7 +28,7 @@ Clock = Callable[..., Sequence[float]]  # takes the paths of models, and returns
 
 @dataclass
 class Measured:
-    """What `drop_slow` finds: the rewrites to leave out, with the reason, and the times without them."""
+    """What `drop_slow` finds: the rewrites to leave out, with the reason, and the times with them."""
 
     slow: dict[str, str] = field(default_factory=dict)
     times: tuple[float, float] | None = None  # milliseconds of the source and of the result
@@ -72,8 +72,8 @@ def drop_slow(
 ) -> Measured:
     """Finds the rewrites that make a written file slower here than it is without them.
 
-    A rewrite is slow if two measurements in a row show it. If the rest together is slower than the file
-    without any, all are. Nothing starts after `seconds`.
+    A rewrite is slow if two measurements in a row show it. If none is, and the file is slower than the source
+    and than without any, all are. Nothing starts after `seconds`.
 
     Args:
         source, result: the original's file, and that with all rewrites.
@@ -81,40 +81,26 @@ def drop_slow(
         write: writes the file with only these rewrites into a folder, and returns its path.
         scratch: for such files; each goes as soon as it has been measured.
     """
-    found, kept, stop = Measured(), list(names), time.monotonic() + seconds
+    found, stop = Measured(), time.monotonic() + seconds
 
-    def slower(less: Sequence[str]) -> tuple[float, float] | None:
-        """Measures the result beside the file with fewer rewrites, and keeps the faster one."""
-        nonlocal result
-        folder = scratch / f"measured{len(less)}_{len(found.slow)}_{time.monotonic_ns()}"
-        folder.mkdir()
+    def why_slow(less: Sequence[str]) -> str:
+        """Measures the result beside the file with fewer rewrites."""
+        (folder := scratch / "measured").mkdir()
         other = write(less, folder)
-        for _ in range(2):
-            now, without = clock(result, other)
-            if now <= without * _SLOWER:
-                shutil.rmtree(folder)
-                return None
-        if result.parent.parent == scratch:
-            shutil.rmtree(result.parent)
-        result = other
-        return now, without
+        pairs = (clock(result, other) for _ in range(2))
+        slow = [pair for pair in pairs if pair[0] > pair[1] * _SLOWER]
+        shutil.rmtree(folder)
+        return f"slower here ({slow[1][0]:.3g} ms with it, {slow[1][1]:.3g} without)" if slow[1:] else ""
 
     try:
-        before, now = clock(source, result)
-        found.times = (before, now)
+        before, now = found.times = tuple(clock(source, result))  # type: ignore[assignment]
         for name in names:
-            if time.monotonic() >= stop:
-                break
-            progress(f"measuring without {name}")
-            if times := slower([each for each in kept if each != name]):
-                kept.remove(name)
-                found.slow[name] = f"slower here ({times[0]:.3g} ms with it, {times[1]:.3g} without)"
-        before, now = clock(source, result)
-        if now > before * _SLOWER and kept and slower([]):
-            said = f"slower here ({now:.3g} ms with all, {before:.3g} the original)"
-            found.slow |= dict.fromkeys(kept, said)
-            before, now = clock(source, result)
-        found.times = (before, now)
+            if time.monotonic() < stop:
+                progress(f"measuring without {name}")
+                found.slow[name] = why_slow([each for each in names if each != name])
+        if now > before * _SLOWER and time.monotonic() < stop and not any(found.slow.values()):
+            found.slow = dict.fromkeys(names, why_slow([]))
     except TwinopError as error:
         found.untimed = str(error).splitlines()[0]
+    found.slow = {name: why for name, why in found.slow.items() if why}
     return found

@@ -196,11 +196,12 @@ def _write_verified(verifier: Verifier, folder: Path) -> list[Path]:
     if options.drop_slow and not report.same:
         acting = [name for name in names if name in context.acting]
         measured = _measured(verifier, acting, files[-1], folder)
-        report.times, report.untimed = measured.times, measured.untimed
         if measured.slow:
             report.notes, report.reverted = notes, report.reverted | measured.slow
             names, context = verifier.verify([name for name in names if name not in measured.slow])
             _, files = _write(verifier, names, context, folder)
+            measured = _measured(verifier, (), files[-1], folder)
+        report.times, report.untimed = measured.times, measured.untimed
     return files
 
 
