@@ -79,7 +79,7 @@ def running(repository: Path, scratch: Path, http: int, grpc: int) -> Iterator[s
     }
     command = [f"{root}/bin/tritonserver", *(f"--{name}={value}" for name, value in options.items())]
     with (scratch / "triton.log").open("w+") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=scratch)
         try:
             _wait(server, f"http://127.0.0.1:{http}/v2/health/ready", scratch / "triton.log")
             yield f"127.0.0.1:{http}"
