@@ -35,10 +35,10 @@ def all_results() -> dict[str, str]:
     def add(name: str, tensor: torch.Tensor) -> None:
         found[name] = digest(name, tensor)
 
-    for record in ALL.values():
+    for number, record in enumerate(ALL.values()):
         if record.key in CPU_FUNCTIONS:  # torch's own kernels compute it
             continue
-        for dtypes in record.combinations:
+        for dtypes in record.combinations[number % 2 :: 2]:  # their neighbours share the skeleton
             for i, sample in enumerate(list(samples(record, dtypes))[::6]):
                 for name, tensor in zip(record.outputs, run_in_torch(record, sample), strict=True):
                     add(f"{record.name}.{name} {'-'.join(dtypes.values())} {i}", tensor)

@@ -17,7 +17,7 @@ def test_the_others_keep_their_bits(name: str, device: str) -> None:
     record = RECORDS[name]
     others = tuple(each for each in record.outputs if each not in record.optional_outputs)
     assert record.outputs[: len(others)] == others
-    for dtypes in record.combinations:
+    for dtypes in (record.combinations[0], record.combinations[-1]):
         sessions = {}
         for sample in (*samples(record, dtypes), *wide_samples(record, dtypes)):
             sample = sample.to(device)

@@ -235,7 +235,7 @@ def test_outputs_have_the_inferred_shapes(record: OpSpec, dtypes: dict[str, str]
     assert torch_op.records()[record.name] == record
     op = getattr(getattr(torch.ops, DOMAIN), record.functional_name)
     defaults = {entry.name: entry.default for entry in record.attributes}
-    for sample in samples(record, dtypes):
+    for sample in list(samples(record, dtypes))[::3]:
         shapes = {name: None if tensor is None else tensor.shape for name, tensor in sample.inputs.items()}
         expected = output_shapes(record, shapes, defaults | sample.attributes)
         meta = {name: None if tensor is None else tensor.to("meta") for name, tensor in sample.inputs.items()}

@@ -68,11 +68,12 @@ class RoundingOps(TorchOps):
 
     def _apply(self, op_type: str, function: Callable[..., Any], inputs: list[Any]) -> Any:
         values = [each.value if isinstance(each, Bounded) else each for each in inputs]
-        results = function(*values)
+        results = sizes = function(*values)
         if op_type in SUMS:
             values = [each.abs() if each.is_floating_point() else each for each in values]
+            sizes = function(*values)
         floating = [_has_error(each) for each in _listed(results)]
-        errors = [self._rounding(op_type, each) for each in _listed(function(*values))]
+        errors = [self._rounding(op_type, each) for each in _listed(sizes)]
         for i, given in enumerate(inputs):
             if isinstance(given, Bounded) and given.error.any() and any(floating):
 

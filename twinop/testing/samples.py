@@ -176,7 +176,8 @@ def make_sample(
     A `tame` one has finite numbers of everyday size instead of special values. NoSamples: the record does not
     say what inputs fit, nor does the op's module.
     """
-    if takes_given(record) or not fits(record, shape, attributes):
+    shapes = None if takes_given(record) else fits(record, shape, attributes)
+    if shapes is None:
         size = min(shape[-1] if shape else 1, _MOST_GIVEN)
         tried = (size, *GIVEN_SIZES[3:])
         calls = (each for width in tried for each in given_samples(record, dtypes, width))
@@ -197,7 +198,6 @@ def make_sample(
     # An index or a whole number has no value that stands for NaN.
     kinds = [torch_dtype(dtypes[name]) for name in record.outputs if name in dtypes]
     gives_integers = any(not kind.is_floating_point and kind != torch.bool for kind in kinds)
-    shapes = input_shapes(record, shape, attributes)
     first = shapes[record.inputs[0].name]
     for i, entry in enumerate(record.inputs):
         if present and not present[entry.name]:
@@ -215,13 +215,12 @@ def make_sample(
     return Sample(found, dict(attributes or {}))
 
 
-def fits(record: OpSpec, shape: Sequence[int], attributes: Mapping[str, Any] | None = None) -> bool:
-    """Whether the first input may have about this shape; an op may want another number of dimensions."""
+def fits(record: OpSpec, shape: Sequence[int], attributes: Any = None) -> dict[str, Any] | None:
+    """Returns shapes of all inputs, the first one about this; None: the op wants other dimensions."""
     try:
-        input_shapes(record, shape, attributes)
+        return input_shapes(record, shape, attributes)
     except RecordError:
-        return False
-    return True
+        return None
 
 
 def given_samples(record: OpSpec, dtypes: Mapping[str, str], size: int) -> Iterator[Sample]:

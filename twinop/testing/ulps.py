@@ -62,16 +62,20 @@ def exact(
 
 
 def magnitudes(
-    record: OpSpec, inputs: Inputs, attributes: Mapping[str, Any], ops: type[RoundingOps] = RoundingOps
+    record: OpSpec,
+    inputs: Inputs,
+    attributes: Mapping[str, Any],
+    truth: Sequence[Tensor],
+    ops: type[RoundingOps],
 ) -> tuple[Tensor, ...]:
-    """Computes what errors are measured by: roundings of `ops` without a `Reference` that has `ulps`."""
+    """Computes what errors of `truth` are measured by: roundings of `ops` where no `Reference` has `ulps`."""
     reference = reference_of(record)
     wide, stored = _widened(inputs, torch.float64)
     if reference.magnitude is not None:
         return as_tuple(reference.magnitude(*wide, **attributes))
     results = [  # integers and truth values are equal or wrong
         result.abs() if result.is_floating_point() or result.is_complex() else torch.zeros(result.shape)
-        for result in compute(record, wide, attributes, stored)
+        for result in truth
     ]
     if reference.ulps is not None or not stored.is_floating_point:
         return tuple(results)
@@ -114,13 +118,9 @@ def measure(
     Where fp32 arithmetic, in which most kernels compute, overflows on the way, what it gives is right too.
     AssertionError: a result has another shape than the reference.
     """
-    narrow_type = torch.float64 if results[0].dtype == torch.float64 else torch.float32
-    truths = zip(
-        exact(record, inputs, attributes),
-        exact(record, inputs, attributes, narrow_type),
-        magnitudes(record, inputs, attributes, ops),
-        strict=True,
-    )
+    in_64 = exact(record, inputs, attributes)
+    in_32 = in_64 if results[0].dtype == torch.float64 else exact(record, inputs, attributes, torch.float32)
+    truths = zip(in_64, in_32, magnitudes(record, inputs, attributes, in_64, ops), strict=True)
     found = []
     for name, result, (truth, narrow_truth, magnitude) in zip(record.outputs, results, truths, strict=True):
         assert result.shape == truth.shape, (

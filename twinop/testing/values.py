@@ -1,7 +1,9 @@
 """The numbers in the inputs of the tests: special values, kinds of rows, integers."""
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,19 +15,21 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, scale: float =
         return integers(shape, dtype, seed)
     generator = torch.Generator().manual_seed(seed)
     tensor = (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-    info = torch.finfo(dtype)
-    special = torch.tensor(
-        [float("inf"), float("-inf"), 0.0, -0.0, info.tiny, -info.tiny, info.max, info.min, float("nan")],
-        dtype=torch.float64,
-    )
-    special = torch.cat([special, torch.tensor([info.tiny / 4, -info.tiny / 4, torch.nan])]).to(dtype)
-    payload = special[-1:]
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    payload.view(integer).add_(3)  # (of 8 bits: another number)
-    flat = tensor.view(-1)
-    where = torch.randperm(flat.numel(), generator=generator)[: min(len(special), flat.numel() // 3)]
-    flat[where] = special[: len(where)]
+    special = _special(dtype)[: tensor.numel() // 3]
+    # A permutation of all places took longer than most kernels.
+    tensor.view(-1)[random.Random(seed).sample(range(tensor.numel()), len(special))] = special
     return tensor
+
+
+@cache
+def _special(dtype: torch.dtype) -> torch.Tensor:
+    info = torch.finfo(dtype)
+    numbers = [torch.inf, -torch.inf, 0.0, -0.0, info.tiny, -info.tiny, info.max, info.min, torch.nan]
+    small = torch.tensor([info.tiny / 4, -info.tiny / 4, torch.nan])
+    special = torch.cat([torch.tensor(numbers, dtype=torch.float64), small]).to(dtype)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    special[-1:].view(integer).add_(3)  # a payload (of 8 bits: another number)
+    return special
 
 
 def _some(row: torch.Tensor) -> torch.Tensor:
