@@ -79,11 +79,6 @@ def test_regressions_are_flagged(factor: float, slower: int, capsys: pytest.Capt
     assert f"1 cells compared, {slower} slower" in capsys.readouterr().out
 
 
-def test_reports_without_a_common_cell_are_refused() -> None:
-    with pytest.raises(BenchError, match="no cell in common"):
-        is_slower([line_of(FAST)], [line_of(FAST, "gelu")])
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from abi_files import build_c
 
+from twinop.aot_kernels.generate import TEXTS
 from twinop.model.attach import OPSETS
 from twinop.model.bodies import find_body
 from twinop.model.calls import make_call
@@ -80,7 +81,7 @@ def body_library(folder: Path, ops: Sequence[BodyOp]) -> Path:
             lines.append(f"constexpr Model {name}_models[] = {{{', '.join(entries)}}};")
             lines.append(f"auto {name}_body(const Call& call) {{ return Find({name}_models, call); }}")
             body = f".body<{name}_body>()"
-        texts = "".join(f".{text}({json.dumps(value)})" for text, value in texts_of(record).items() if value)
+        texts = "".join(f".{name}({json.dumps(text)})" for name in TEXTS if (text := record.texts.get(name)))
         refuse = 'return Status::Error("this test has no kernel");'
         lines += [
             f"namespace {name}_op {{",
@@ -95,25 +96,3 @@ def body_library(folder: Path, ops: Sequence[BodyOp]) -> Path:
     versions = ("VERSION", "0.1.0"), ("CUDA_ARCHS", "none"), ("CUDA_VERSION", "")
     macros = [f'-DTWINOP_{name}="{value}"' for name, value in versions]
     return build_c(source, folder / f"lib{first.domain}.so", "-DTWINOP_WITH_CUDA", *macros, headers=HEADERS)
-
-
-def texts_of(record: OpSpec) -> dict[str, str]:
-    """Returns the texts of a record that was read from a library."""
-    choices = [f"{name} = {' | '.join(v)}" for name, v in record.choices.items() if isinstance(v[0], str)]
-    limits = [f"{name} {word} {value}" for name, word, value in record.limits if word != "in"]
-    limits += [
-        f"{name} in {' | '.join(map(str, v))}" for name, v in record.choices.items() if isinstance(v[0], int)
-    ]
-    memory = [f"{name} = host" for name in record.host_inputs]
-    entries = {
-        "shapes": [f"{n} = {each.text}" for n, each in record.shapes.items() if n not in record.written],
-        "input_shapes": [f"{name} = {each.text}" for name, each in record.input_shapes.items()],
-        "in_place": [f"{n} = {each}" for n, each in record.in_place.items() if n not in record.written],
-        "gradient": [f"{', '.join(each.names)} = {each.text}" for each in record.gradients],
-        "memory": memory + [f"{name} = optional" for name in record.optional_outputs],
-        "choices": choices,
-        "limits": limits,
-    }
-    rows = "" if record.rows is None else f"{record.rows[0]}{':' * record.rows[1]}"
-    texts = {name: "; ".join(parts) for name, parts in entries.items()}
-    return {**texts, "dtypes": record.dtypes, "rows": rows, "autocast": record.autocast}

@@ -208,16 +208,3 @@ def creation_error(library: Path) -> str:
 
 def body(library: Path, request: Request) -> bytes:
     return Kernel(library, 0, 0).body(request)
-
-
-def table(library: Path) -> dict[str, Any] | None:
-    """What a library says of itself; None if it has no table."""
-    if (found := read_table(library, 1)) is None:
-        return None
-    ops = [found.ops[i].contents for i in range(found.op_count)]
-    return {
-        "domain": found.domain.decode(errors="replace"),
-        "archs": found.cuda_archs.decode(errors="replace"),
-        "schemas": [op.schema.decode(errors="replace") for op in ops],
-        "scratch": [bool(op.scratch_size) for op in ops],
-    }

@@ -286,8 +286,6 @@ def test_tokens_without_a_place_in_onnxruntime(table: int, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"v_cache": torch.zeros(1, 2, 15, 8)}, r"v_cache has shape \[1, 2, 15, 8\], expected"),
-        ({"v_cache": torch.zeros(1, 2, 16, 8).half()}, r"v_cache.*float16"),
         ({"total": torch.tensor([17], dtype=torch.int32)}, r"has 17 tokens; the caches have 16 rows.* past"),
         (
             {"qkv": torch.zeros(1, 4, 64), "total": torch.tensor([3], dtype=torch.int32)},
@@ -295,8 +293,6 @@ def test_tokens_without_a_place_in_onnxruntime(table: int, tokens: int) -> None:
         ),
         ({"qkv": torch.zeros(1, 1, 7 * 8)}, r"rows of 56 numbers; expected heads of 8: 2 of k"),
         ({"cos_sin": torch.zeros(16, 10)}, r"cos_sin has rows of 10 numbers; expected at most 8"),
-        ({"sinks": torch.zeros(3)}, r"sinks has shape \[3\], expected .*\[4\]"),
-        ({"window": -1}, r"window is -1"),
     ],
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:

@@ -50,7 +50,7 @@ def test_values(size: int, dtype: torch.dtype, device: str) -> None:
     few = [(2, 3, tokens) for tokens in (1, 15, 16, 17, 31, 33)]
     long = [(1, 2, tokens) for tokens in (127, 128, 129, 200)]
     many = [(800, 1, 7), (260, 3, 16), (100, 2, 49), (96, 2, 64)]  # more than a GPU computes at once
-    for batch, heads, tokens in [*few, *long, *(many if device == "cuda" else many[2:3])]:
+    for batch, heads, tokens in [*few, *long, *many] if device == "cuda" else [*few, many[2]]:
         qkv = random(batch, tokens, 3 * heads * size, dtype=dtype)
         shapes = (batch, 1, 1, tokens), (1, heads, tokens, tokens)
         biases = [None, *(random(*shape, dtype=dtype) for shape in shapes)]
@@ -116,7 +116,7 @@ def test_onnxruntime_on_the_cpu(scale: float, causal: bool, dtype: torch.dtype) 
     """Its own operators compute it, many sequences in pieces on the threads, with the same bits."""
     types = dict.fromkeys(("qkv", "bias", "y"), str(dtype).removeprefix("torch."))
     attributes = {"heads": 2, "scale": scale, "causal": causal}
-    for batch, tokens in ((1, 1), (2, 17), (150, 49)):
+    for batch, tokens in ((2, 17), (150, 49)):
         qkv = random(batch, tokens, 3 * 2 * 32, dtype=dtype)
         for of_bias in (None, (batch, 1, 1), (1, 2, tokens)):
             bias = None if of_bias is None else random(*of_bias, tokens, dtype=dtype)
@@ -135,7 +135,6 @@ def test_onnxruntime_on_the_cpu(scale: float, causal: bool, dtype: torch.dtype) 
 @pytest.mark.parametrize(
     ("sizes", "of_bias", "heads", "message"),
     [
-        ((2, 5, 30), None, 4, r"qkv has shape \[2, 5, 30\], expected .* heads.* = \[2, 5, 24\]"),
         ((2, 5, 24), (3, 1, 1, 5), 2, r"bias is for 3 sequences; expected 1, for all, or 2"),
         ((2, 5, 24), (1, 3, 1, 5), 2, r"bias is for 3 heads; expected 1, for all, or 2"),
         ((2, 5, 24), (1, 1, 2, 5), 2, r"bias is for 2 queries; expected 1, for all, or 5"),

@@ -16,9 +16,8 @@ from abi_files import FLOAT
 from linear_calls import ACTIVATIONS, linear_node, model_of, random
 from onnx import TensorProto, helper
 from quantised_weights import Weight, weight_of
-from samples import ALL, moved
+from samples import ALL
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from twinop import torch_op
@@ -152,24 +151,6 @@ def test_no_weight_is_dense_on_the_cpu(bits: int, tmp_path: Path) -> None:
     assert int(done.stdout) * 1024 < 134e6 + (n * k if bits == 8 else 0), "with ONNX Runtime's own copies"
 
 
-def test_shapes_of_a_quantised_weight() -> None:
-    """The fake has the output's shape; a weight, a scale or a number of bits that does not fit is refused."""
-    weight = weight_of(16, 160, 4, 32, True).given
-    x = random(2, 3, 160, dtype=torch.float16)
-    with FakeTensorMode() as mode:
-        fakes = {name: mode.from_tensor(each) for name, each in {"x": x, **weight}.items()}
-        assert torch_op.linear_q(**fakes).shape == (2, 3, 16)
-        assert torch_op.linear_q_swiglu(**fakes).shape == (2, 3, 8)
-    with pytest.raises(Exception, match=r"weight has shape \[16, 5, 16\], expected .* = \[16, 4, 16\]"):
-        torch_op.linear_q(x[..., :128], **weight)
-    with pytest.raises(Exception, match=r"weight has shape \[16, 5, 16\], expected .* = \[16, 2, 64\]"):
-        torch_op.linear_q(x, **weight, block=128)
-    with pytest.raises(Exception, match=r"scale has shape \[16, 4\], expected .* = \[16, 5\]"):
-        torch_op.linear_q(x, weight["weight"], weight["scale"][:, 1:])
-    with pytest.raises(Exception, match=r"attribute bits is 3, expected one of 4 \| 8"):
-        torch_op.linear_q(x, **weight, bits=3)
-
-
 def calls(k: int, n: int, dtype: torch.dtype, kind: str) -> tuple[Any, Any, Tensor]:
     """Returns `linear` and `linear_swiglu` of a weight as functions of x and more, and the weight in fp64."""
     if kind == "dense":
@@ -301,22 +282,6 @@ def test_products_that_norm_x(n: int, k: int, kind: str, dtype: torch.dtype) -> 
     for rows in ROWS if k % 64 == 0 or kind == "fp8" else ():
         assert torch.equal(linear(x[:rows], rms_eps=1e-3), alone[:rows]), rows
         assert torch.equal(swiglu(x[:rows], rms_eps=1e-3), gates[:rows]), rows
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("kind", ["dense", "4 32 1", "8 128 0", "fp8"])
-def test_operands_of_any_alignment(kind: str) -> None:
-    """Tensors that begin 2 bytes behind a vector give the same bits."""
-    linear, _, _ = calls(256, 2048, torch.float16, kind)
-    x = random(192, 256, dtype=torch.float16, device="cuda")
-    assert torch.equal(linear(moved(x)[:12]), linear(x[:12]))
-    if kind == "fp8":  # it has no such option; more rows are put in 8 bits
-        assert torch.equal(linear(moved(x)), linear(x))
-        return
-    assert torch.equal(linear(moved(x), invariant=True), linear(x, invariant=True))
-    residual = random(192, 2048, dtype=torch.float16, device="cuda")
-    found = linear(x, None, moved(residual), invariant=True)
-    assert torch.equal(found, linear(x, None, residual, invariant=True))
 
 
 @pytest.mark.cuda

@@ -235,23 +235,13 @@ def attribute_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
     x = values((3, 5), torch.float32, 1)
     wrong: list[tuple[str, str, Any, str]] = [
         ("gelu", "approximate", 1, "attribute approximate is an int, expected a string"),
-        ("gelu", "approximate", 1.5, "attribute approximate is a float, expected a string"),
-        ("gelu", "approximate", [1, 2], "attribute approximate is a list of ints, expected a string"),
-        ("pad_affine", "scale", 2, "attribute scale is an int, expected a float"),
         ("pad_affine", "scale", "x", "attribute scale is a string, expected a float"),
         ("pad_affine", "pads", 1.5, "attribute pads is a float, expected a list of ints"),
-        ("pad_affine", "pads", 1, "attribute pads is an int, expected a list of ints"),
         ("pad_affine", "pads", [1] * 9, "attribute pads has 9 entries, at most 8 are taken"),
-        ("pad_affine", "sign", "times", r"attribute sign is 'times', expected one of plus \| minus"),
         ("probe", "tag", 1.5, "attribute tag is a float, expected an int"),
-        ("probe", "mark", "yes", "attribute mark is a string, expected an int"),
         ("gelu", "approximate", "fast", r"attribute approximate is 'fast', expected one of none \| tanh"),
-        ("layer_norm", "eps", -1.0, "attribute eps is -1, expected a finite number >= 0"),
         ("layer_norm", "eps", float("nan"), "attribute eps is nan, expected a finite number >= 0"),
-        ("rms_norm", "offset", 2, r"attribute offset is 2, expected one of 0 \| 1"),
-        ("rms_norm", "offset", 0.5, "attribute offset is a float, expected an int"),
         ("softmax", "dim", 2, r"\(x: float32\[3, 5\]\): attribute dim is 2, expected a dimension of x: -2"),
-        ("layer_norm", "axis", -3, "attribute axis is -3, expected a dimension of x: -2 to 1"),
     ]
     for op, name, value, message in wrong:
         record = records[op]
@@ -278,23 +268,17 @@ def attribute_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
 
 def error_cases(cases: Cases, records: Mapping[str, OpSpec]) -> None:
     """Failures while a model runs: the op, its inputs with dtype and shape, and the reason."""
-    x, weight = values((2, 3), torch.float32, 1), values((4,), torch.float32, 1)
+    x = values((2, 3), torch.float32, 1)
     wrong: dict[str, tuple[dict[str, Any], str]] = {
         "double_and_sum": (
             {"x": x[0, 0]},
             r"'the_double_and_sum_of_x' .*\(x: float32\[\]\): .*at least one",
         ),
-        "pad_affine": (
-            {"x": x, "weight": weight, "bias": None},
-            r"\(x: float32\[2, 3\], weight: float32\[4\], bias: absent\): weight and bias must have one",
-        ),
         "layer_norm": (
-            {"x": x, "weight": weight[:2], "bias": None},
+            {"x": x, "weight": x[0, :2], "bias": None},
             r"the_layer_norm_of_x.*\(x: float32\[2, 3\], weight: float32\[2\], bias: absent\): weight has "
             r"shape \[2\], expected x\[axis:\] = \[3\]",
         ),
-        "swiglu_packed": ({"x": x}, r"x has shape \[2, 3\], expected x\[:-1\] \+ .* = \[2, 2\]"),
-        "swiglu": ({"x": x, "gate": weight}, r"must have one shape: x has \[2, 3\], gate has \[4\]"),
     }
     for op, (inputs, message) in wrong.items():
         sample = Sample(inputs)

@@ -22,7 +22,7 @@ DOMAIN = "test_cpu_function"
 @pytest.fixture(scope="module")
 def ops(tmp_path_factory: pytest.TempPathFactory) -> torch_op.Ops:
     names = ("pad_affine", "double_and_sum")
-    records = [replace(RECORDS[name], domain=DOMAIN, gradients=(), devices=("cuda",)) for name in names]
+    records = [replace(RECORDS[name], domain=DOMAIN) for name in names]
     folder: Path = tmp_path_factory.mktemp("library")
     return torch_op.load(body_library(folder, [BodyOp(record, {}) for record in records]))
 
