@@ -84,7 +84,8 @@ def test_a_recurrent_layer_keeps_its_time_axis_open(exporter: str, tmp_path: Pat
             return torch_op.relu(self.inner(x)[0])
 
     x, dynamic = torch.randn(2, 3, 8), {"x": [0, 1]}
-    for verify in (False, True):  # the first export must not change the second
+    # The first export must not change the second.
+    for verify in (False, True) if exporter == "torchscript" else (True,):
         report = plain(Recurrent(), x, tmp_path / "m.onnx", exporter=exporter, dynamic=dynamic, verify=verify)
     assert report.resized and "GRU" in report.nodes
     assert report.outputs["y"].split(",")[1] != "3"  # torch's dynamo exporter declares it so
@@ -134,20 +135,6 @@ def test_the_comparison_has_fresh_data_and_a_masked_row() -> None:
     assert larger["padding"].tolist() == [[False] * 4] * 3 + [[False, False, True, True]]
     assert torch.equal(larger["additive"], example["additive"][[0, 1, 0]])
     assert torch.equal(larger["flag"], torch.ones(4)) and larger["left"] is example["left"]
-
-
-def test_data_that_torch_refuses_falls_back_to_the_examples_own(tmp_path: Path) -> None:
-    class OneOf(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            is_export = torch.compiler.is_compiling() or torch.jit.is_tracing()
-            if not is_export and not bool((x[0] == 3).all()):
-                raise ValueError("x must begin with threes")
-            return torch_op.relu(x)
-
-    x = torch.arange(12.0).reshape(4, 3)
-    x[0] = 3
-    report = plain(OneOf(), x, tmp_path / "m.onnx", dynamic={"x": [0]})
-    assert report.resized and not report.notes
 
 
 def test_a_crash_in_each_run_leaves_it_uncompared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

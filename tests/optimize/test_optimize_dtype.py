@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from optimizing import nodes, optimized, parsed, refusal, types, weights
@@ -349,17 +348,6 @@ def test_weights_in_blocks_stay_in_16_bits_if_these_have_their_scales(
     assert weight.inputs[1] is not None and (weight.inputs[1].dtype is not ir.DataType.FLOAT) == narrow
     assert report.skipped["DequantizeLinear: blocks of 16; linear_q has those of 32 and 128"] == 1
     assert report.error < 2e-2
-
-
-def test_a_file_of_all_optimizations_of_onnxruntime(tmp_path: Path) -> None:
-    """It has operators of blocks of channels, of which no inference knows the types."""
-    text = """(float[N, 32, 8, 8] x) => (float[N, 32, 8, 8] y) {
-        c = Conv <pads=[1, 1, 1, 1]> (x, k) n = Neg (x) t = Tanh (c) y = Max (t, n) }"""
-    onnx.save(parsed(text, k=weights(32, 32, 3, 3)), tmp_path / "plain.onnx")
-    options = ort.SessionOptions()
-    options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "given.onnx"), 3
-    ort.InferenceSession(tmp_path / "plain.onnx", options, providers=["CPUExecutionProvider"])
-    optimized(tmp_path / "given.onnx", tmp_path, dtype="float16")
 
 
 def test_an_input_that_is_rounded_and_read_in_fp32(tmp_path: Path) -> None:

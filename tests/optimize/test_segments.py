@@ -226,24 +226,6 @@ def test_other_models(name: str, tmp_path: Path) -> None:
     assert_same_results(original, result, segments)
 
 
-def test_what_subgraphs_read_crosses() -> None:
-    """A branch of an If reads a value that is computed long before, and one of a Loop, too."""
-    model = ir.from_proto(
-        parsed(
-            """(float[N, 8] x, bool c) => (float[N, 8] y) { a = MatMul(x, w1) b = MatMul(a, w2) d = Tanh(b)
-                e = If(c) <then_branch = g1 () => (float[N, 8] p) { q = MatMul(a, w3) p = Add(q, d) },
-                else_branch = g2 () => (float[N, 8] r) { r = Relu(a) }> f = MatMul(e, w4) y = Add(f, a) }""",
-            **{f"w{i}": weights(8, 8, seed=i) for i in range(1, 5)},
-        )
-    )
-    segments = cut(model, model.clone(), 256)
-    assert [each.original.inputs for each in segments] == [[], ["a"], ["b", "a"], ["e", "a"]]
-    case = {"x": weights(3, 8), "c": np.array(True)}
-    whole = run_part(model, Part([], ["y"]), case)
-    chain = run_chain(model, [each.original for each in segments], case)
-    assert np.array_equal(chain["y"], whole["y"])
-
-
 Values = dict[str, np.ndarray]
 
 

@@ -9,7 +9,6 @@ from optimizing import parsed
 from quantised_weights import weight_of
 
 from twinop.deploy import ort_runs
-from twinop.deploy.ort_runs import Earlier
 from twinop.libraries.library import find_library
 from twinop.model import weights
 from twinop.model.parts import parts
@@ -102,24 +101,6 @@ def test_a_cast_that_overflows_is_the_session_s(small: None) -> None:
     [found] = sliced.run(model, [case], None)
     assert not np.isfinite(expected).all()
     np.testing.assert_array_equal(found["y"], expected)
-
-
-def test_values_around_a_large_one_are_computed_once(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f"(float16[B, {K}] a, float16[B, {K}] past) => (float16[B, M] c, float16[B, {K}] present)"
-    model = model_of(
-        f"{text} {{ x = Mul(a, a)  s = Exp(x)  y = MatMul(x, w)  t = MatMul(y, v)"
-        "  c = Add(t, s)  present = Add(past, a) }",
-        {"w": normal(K, N), "v": normal(N, K)},
-    )
-    a, past = normal(2, K), normal(2, K)
-    cases: list[dict[str, Any]] = [{"a": a, "past": past}, {"a": a, "past": Earlier(0, "present")}]
-    expected = ort_runs.run(parts(model), None, cases).outputs
-    seen = runs_alone(monkeypatch)
-    found = sliced.run(model, cases, None)
-    assert sum(node.op_type == "Exp" for model in seen for node in model.graph) == 1
-    for outputs, each in zip(expected, found, strict=True):
-        for whole, joined in zip(outputs, each.values(), strict=True):
-            np.testing.assert_allclose(joined.astype(np.float32), whole.astype(np.float32), atol=2e-2)
 
 
 ROWS = 500

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import decoder_graphs
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
 from optimizing import nodes, parsed
-from quantised_weights import weight_of
 
 from twinop.deploy.ort_process import SERVER
 from twinop.errors import ExportError
@@ -202,22 +200,3 @@ def test_the_outputs_of_a_chaotic_model_may_differ_as_much_as_its_own() -> None:
     segments = cut_at(original, *([name] for name in names))
     streamed = stream(segments, original, result, None, "float16")
     assert streamed.own_noise > MAX_USABLE_ERROR and streamed.own_error > ACCEPTED["float16"]
-
-
-def test_quantised_products_in_bfloat16(tmp_path: Path) -> None:
-    """The CPU has no bfloat16: all but these products is widened."""
-    weight = weight_of(WIDTH, WIDTH, 4, 32, False)
-    constants = {
-        "w": weight.stored["B"], "s": weight.stored["scales"].reshape(WIDTH, -1).astype(ml_dtypes.bfloat16)
-    }  # fmt: skip
-    head = f"(bfloat16[B, {WIDTH}] x) => (bfloat16[B, {WIDTH}] y)"
-    form = f"com.microsoft.MatMulNBits<K={WIDTH}, N={WIDTH}, bits=4, block_size=32>"
-    text = f"{head} {{ a = Mul(x, x)  b = {form}(a, w, s)  y = Relu(b) }}"
-    original = ir.from_proto(parsed(text, **constants))
-    form = 'custom_domain.CustomLinearQ<bits=4, block=32, activation="relu">'
-    result = ir.from_proto(parsed(f"{head} {{ a = Mul(x, x)  y = {form}(a, w, s) }}", **constants))
-    found = stream(cut_at(original), original, result, None, "bfloat16")
-    assert 0 < found.error < 1.6e-2
-    change(result, "s", lambda array: array[::-1].copy())
-    with pytest.raises(NotEquivalent):
-        stream(cut_at(original), original, result, None, "bfloat16")

@@ -99,25 +99,6 @@ def test_dequantised(store: Callable[..., Stored], axis: int, has_zeros: bool) -
     _check(weights.transpose(tensor), expected.T)
 
 
-def test_an_operator_is_computed_once(store: Callable[..., Stored], monkeypatch: pytest.MonkeyPatch) -> None:
-    array = RNG.standard_normal((4, 8)).astype(np.float32)
-    node = ir.node("CumSum", [ir.val("x"), ir.val("axis")], {"reverse": 1})
-    sources: list[ir.TensorProtocol] = [store(array), ir.tensor(np.array(1))]
-    tensor = weights.node(node, sources, 18, FLOAT, (4, 8))
-    expected = array[:, ::-1].cumsum(1)[:, ::-1]
-    np.testing.assert_allclose(tensor.numpy(), expected, rtol=1e-6)
-    runs, compute = list[Recipe](), weights._read_node
-
-    def counted(recipe: Recipe, window: weights.Window) -> np.ndarray:
-        runs.append(recipe)
-        return compute(recipe, window)
-
-    monkeypatch.setattr(weights, "_read_node", counted)
-    moved = weights.cast(weights.transpose(tensor), FLOAT16)
-    assert len([*weights.strips(moved)]) > 1 and len(runs) == 1
-    np.testing.assert_allclose(moved.numpy(), expected.T, rtol=1e-3)
-
-
 def test_narrow_keeps_finite_numbers_finite() -> None:
     array = np.array([1e6, -np.inf, np.inf, np.nan, -1e30, 65519.0], np.float32)
     expected = np.array([65504, -np.inf, np.inf, np.nan, -65504, 65504], np.float16)
