@@ -98,7 +98,7 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     """Replaces the attention around a softmax with one node."""
     context, scores = rewrite.context, scores_of(softmax, matmul)
     probabilities = matmul.inputs[0]
-    q, on_q = unscaled(scores.matmul.inputs[0])
+    q, on_q = scores.query(matmul)
     k, on_k = untransposed(scores.matmul)
     scale = scores.scale * on_q * on_k
     v = matmul.inputs[1]
@@ -147,7 +147,7 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
 def _fuse_windows(rewrite: Attention, scores: Scores, matmul: ir.Node) -> None:
     """Replaces attention on [..., S, D] without a mask or with [..., S, T], such as windows [B, H, W, S, D]:
     each element of the dimensions before S becomes a sequence with one head, so nothing is transposed."""
-    q, on_q = unscaled(scores.matmul.inputs[0])
+    q, on_q = scores.query(matmul)
     turned, on_k = unscaled(scores.matmul.inputs[1])
     transpose, v = g.producer(turned, "Transpose"), matmul.inputs[1]
     k = transpose.inputs[0] if transpose is not None else None

@@ -445,9 +445,9 @@ def _constant(before: ir.Node, tensor: ir.TensorProtocol) -> ir.Value:
     return value
 
 
-def length(before: ir.Node, value: ir.Value | None) -> ir.Value:
-    """Computes [S], the size of the second dimension of a value [B, S, ...], before a node."""
-    return add(before, "Shape", [value], {"start": 1, "end": 2}, shape=[1])
+def length(before: ir.Node, value: ir.Value | None, axis: int = 1) -> ir.Value:
+    """Computes [S], the size of an axis of a value, by default of [B, S, ...], before a node."""
+    return add(before, "Shape", [value], {"start": axis, "end": axis + 1}, shape=[1])
 
 
 def initializer(graph: ir.Graph, array: np.ndarray | ir.TensorProtocol, prefix: str) -> ir.Value:

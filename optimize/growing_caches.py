@@ -38,7 +38,7 @@ class GrowingCaches(
     def apply(self, node: ir.Node, match: ir.Node) -> None:
         context, whole, probabilities = self.context, self.whole, match.inputs[0]
         scores = scores_of(node, match)
-        (q, on_q), (k, on_k) = unscaled(scores.matmul.inputs[0]), untransposed(scores.matmul)
+        (q, on_q), (k, on_k) = scores.query(match), untransposed(scores.matmul)
         assert match.inputs[1] is not None
         (k, times), (v, times_of_v) = without_repeats(k), without_repeats(match.inputs[1])
         (past_k, new_k), (past_v, new_v) = (_joined(each, match, scores.masks) for each in (k, v))

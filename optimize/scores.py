@@ -1,6 +1,7 @@
 """Walks from the softmax of an attention back to the matmul of q and k."""
 
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from math import inf
 
 import numpy as np
@@ -18,11 +19,17 @@ _HIDDEN = -6e4  # a score of this or less is 0 after the softmax; -65504 is fp16
 
 @dataclass
 class Scores:
-    """What a softmax reads: the matmul of q and k^T, times `scale`, plus the masks."""
+    """What a softmax reads: the matmul of q and k^T, times `scale` and `factor`, plus the masks."""
 
     matmul: ir.Node
     scale: float = 1.0
     masks: list[ir.Value] = field(default_factory=list)
+    factor: ir.Value | None = None  # a number for each head, [..., 1, 1]
+
+    def query(self, before: ir.Node) -> tuple[ir.Value, float]:
+        """Returns q times the factor, and what else q was multiplied by."""
+        q, scale = unscaled(self.matmul.inputs[0])
+        return q if self.factor is None else g.add(before, "Mul", [q, self.factor], shape=g.dims(q)), scale
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
     """Walks from a softmax back to the matmul of q and k. Nodes for masks are inserted before `after`, none
     before the softmax itself. Skipped: there is no such matmul, or something unknown before the softmax."""
     value, found_scale, masks, floor = softmax.inputs[0], 1.0, list[ir.Value](), -inf
+    by_head, grouped = None, list[g.Dim]()
     while True:
         node = value.producer() if value is not None else None
         if node is None or node.domain:
@@ -57,10 +65,19 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
                 raise g.Skipped("no matmul of q and k")
             if floor > -inf and len(masks) > 1:
                 raise g.Skipped("a bound of scores with several masks")
-            return Scores(node, found_scale, [_bounded(mask, floor, after) for mask in masks])
+            masks = _flat([_bounded(mask, floor, after) for mask in masks], grouped, node, after)
+            return Scores(node, found_scale, masks, by_head)
         if node.op_type in ("Mul", "Div") and (factor := _factor(node)) is not None:
             found_scale *= factor[1]
             value = factor[0]
+        elif by_head is None and (product := _of_heads(node)) is not None:
+            value, by_head = product
+        elif by_head is not None or node.op_type in ("Div", "Mul", "Tanh"):
+            raise g.Skipped("the scores are capped or scaled by a tensor")
+        elif node.op_type == "Reshape" and not grouped and (found := _grouped(node.inputs[0], value)):
+            value, *added = found
+            grouped = g.dims(node.inputs[0]) or []
+            masks = [*masks, *(_scaled(mask, found_scale, after) for mask in added)]
         elif node.op_type in ("Add", "Sub"):
             scores = node.inputs if node.op_type == "Add" else node.inputs[:1]
             sides = [each for each in scores if _leads_to_matmul(_unzeroed(node, each))]
@@ -74,8 +91,6 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
         elif node.op_type == "Where" and found_scale > 0:
             value, mask = _mask_of_where(node, found_scale, after)
             masks = [*masks, mask]
-        elif node.op_type == "Tanh" or g.producer(value, "Mul", "Div", "Tanh"):
-            raise g.Skipped("the scores are capped or scaled by a tensor")
         else:
             raise g.Skipped(f"{node.op_type} between the matmul and the softmax")
 
@@ -92,6 +107,8 @@ def _leads_to_matmul(value: ir.Value | None) -> bool:
             value = factor[0]
         elif node.op_type == "Tanh":
             value = node.inputs[0]
+        elif (product := _of_heads(node)) is not None:
+            value = product[0]
         elif node.op_type == "Add":
             return any(_leads_to_matmul(_unzeroed(node, each)) for each in node.inputs)
         elif node.op_type == "Where":
@@ -99,6 +116,57 @@ def _leads_to_matmul(value: ir.Value | None) -> bool:
         else:
             return False
     return False
+
+
+def _of_heads(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """Returns the scores and the tensor [..., 1, 1] of their product, as in SwinV2's cosine attention."""
+    for scores, factor in (node.inputs, node.inputs[::-1]) if node.op_type == "Mul" else ():
+        is_whole = g.same_dims(g.dims(scores), g.dims(node.outputs[0]))
+        if is_whole and (g.dims(factor) or [])[-2:] == [1, 1] and g.rank(scores) > 2:
+            assert scores is not None and factor is not None
+            return scores, factor
+    return None
+
+
+def _grouped(total: ir.Value | None, scores: ir.Value | None) -> list[ir.Value]:
+    """Returns scores before a Reshape, and what is added behind it, if another Reshape goes back: Swin adds a
+    mask for each window of an image so, and ViTDet the positions of rows and columns."""
+    node, shape = g.producer(total, "Reshape", "Add"), g.dims(total)
+    if node is None or (source := node.inputs[0]) is None:
+        return []
+    if node.op_type == "Reshape":
+        ends = [(g.dims(each) or [None])[1:] for each in (source, scores)]
+        return [source] if g.same_dims(*ends) else []
+    for each, mask in (node.inputs, node.inputs[::-1]):
+        fits = g.same_dims(shape, g.dims(each)) and g.rank(mask) == g.rank(total)
+        if mask is not None and fits and (found := _grouped(each, scores)):
+            return [*found, mask]
+    return []
+
+
+def _flat(masks: list[ir.Value], grouped: list[g.Dim], matmul: ir.Node, before: ir.Node) -> list[ir.Value]:
+    """Returns masks of grouped scores as one of the scores' own rank. `masks_of` inserts no nodes."""
+    shape = g.dims(matmul.outputs[0]) or []
+    wide = [mask for mask in masks if g.rank(mask) > len(shape)]
+    if not wide or before.op_type == "Softmax":
+        return masks
+    total = reduce(lambda a, b: g.add(before, "Add", [a, b]), wide)
+    is_whole = (wanted := g.dims(total) or []) == grouped  # else one for each window of an image
+    inner = shape[1:] if is_whole else wanted[2:]
+    known = [size for size in inner if isinstance(size, int)]
+    if known != inner or not (is_whole or [*wanted[:2], *shape[1:]] == [1, *grouped[1:]]):
+        raise g.Skipped("a mask of grouped scores that broadcasts")
+    if not is_whole:
+        rows, count = (g.length(before, *each) for each in ((matmul.inputs[0], 0), (total, 1)))
+        sizes = [g.add(before, "Div", [rows, count]), count, g.int_constant(before, known)]
+        total = g.add(
+            before,
+            "Expand",
+            [total, g.add(before, "Concat", sizes, {"axis": 0}, shape=[5])],
+            shape=[None] * 5,
+        )
+    left = [mask for mask in masks if mask not in wide]
+    return [*left, g.reshape(before, total, [-1, *known], [shape[0], *known])]
 
 
 def _unzeroed(node: ir.Node, term: ir.Value | None) -> ir.Value | None:

@@ -447,6 +447,35 @@ def test_attention_of_windows(tmp_path: Path) -> None:
     assert_same(tmp_path, **sizes)
 
 
+GROUPED = {
+    "a mask for each window (Swin)": "float[1, 3, 1, 6, 6] a, float[2, 1, 1] b",
+    "a mask for each window of one image": "float[4, 3, 2, 6, 6] a, float[2, 1, 1] b",
+    "a number for each head, too (SwinV2)": "float[1, 3, 2, 6, 6] a, float[1, 2, 1, 1] b",
+    "positions of rows and columns (ViTDet)": "float[12, 2, 3, 2, 1] a, float[12, 2, 3, 1, 3] b",
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_what_is_added_to_grouped_scores(name: str, tmp_path: Path) -> None:
+    inputs, is_whole = GROUPED[name], "ViTDet" in name
+    heads = apart("qkv") if not is_whole else " ".join(f"{each}h = Abs ({each})" for each in "qkv")
+    perm = "0, 2, 1" if is_whole else "0, 1, 3, 2"
+    grouped = "d = Add (c, b) e = Add (a, d)" if is_whole else "e = Add (a, c)"
+    scores = "Mul (s, scale)" if is_whole else "Mul (b, s)"
+    text = f"""(float[12, 6, 8] q, float[12, 6, 8] k, float[12, 6, 8] v, {inputs}) => (float[12, 6, 8] y) {{
+        {heads} kt = Transpose <perm=[{perm}]> (kh) s = MatMul (qh, kt) t = {scores}
+        c = Reshape (t, groups) {grouped} r = Reshape (e, single) p = Softmax (r) o = MatMul (p, vh)
+        {"y = Identity (o)" if is_whole else JOINED} }}"""
+    groups, single = ([-1, 2, 3, 2, 3], [-1, 6, 6]) if is_whole else ([-1, 3, 2, 6, 6], [-1, 2, 6, 6])
+    model = parsed(text, **SHAPES, groups=np.array(groups), single=np.array(single))
+    report, fast = optimized(model, tmp_path)
+    assert report.fused == {"attention": 1} and not nodes(fast, "Softmax", "MatMul")
+    sizes = {
+        each.name: tuple(d.dim_value for d in each.type.tensor_type.shape.dim) for each in model.graph.input
+    }
+    assert_same(tmp_path, **sizes)
+
+
 @pytest.mark.parametrize("outer", ["B, C", "2, 40000", "B, 2000"])
 def test_windows_that_stay(outer: str, tmp_path: Path) -> None:
     """More sequences than a launch takes, or a number that nothing bounds."""
