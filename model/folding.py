@@ -102,8 +102,7 @@ def fold_constants(
     """Folds constants, removes operators that do nothing and joins equal ones, in place. Initializers that
     are inputs, too, are no constants; what large constants give becomes a recipe. `should_fold`: whether a
     node of constants is folded, None leaves it to onnxscript."""
-    names, defaults = [value.name for value in model.graph.inputs], take_defaults(model.graph)
-    rules_of_types = [*map(_of_its_type, _RULES)]
+    defaults, rules_of_types = take_defaults(model.graph), [*map(_of_its_type, _RULES)]
     passes.LiftConstantsToInitializersPass(size_limit=weights.LARGE // 8)(model)
     for _ in range(_TIMES):
         with _without_large(model), hidden(model, _fails_in_onnxscript):
@@ -119,9 +118,7 @@ def fold_constants(
     passes.LiftSubgraphInitializersToMainGraphPass()(model)
     passes.DeduplicateInitializersPass()(model)
     passes.CommonSubexpressionEliminationPass()(model)
-    passes.OutputFixPass()(model)
     passes.NameFixPass()(model)
-    _restore_names(model.graph, names)
     _register_constants(model)
     restore_defaults(model.graph, defaults)
 
@@ -298,18 +295,6 @@ def restore_defaults(graph: ir.Graph, defaults: Mapping[str, ir.TensorProtocol])
         if str(value.name) in defaults:
             value.const_value = defaults[str(value.name)]
             graph.register_initializer(value)
-
-
-def _restore_names(graph: ir.Graph, names: Sequence[str | None]) -> None:
-    """Makes inputs outputs again that onnxscript has renamed, to return them through an Identity."""
-    for value, name in zip(graph.inputs, names, strict=True):
-        if value.name != name:
-            for output in [each for each in graph.outputs if each.name == name]:
-                node = output.producer()
-                assert node is not None
-                ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
-                graph.remove(node, safe=True)
-            value.name = name
 
 
 def _register_constants(model: ir.Model) -> None:
