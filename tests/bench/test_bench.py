@@ -200,16 +200,6 @@ def test_all_of_ours_and_torchs_are_right(name: str) -> None:
         assert backward["missing"] == {} and {IN_TORCH, EAGER} <= backward["times"].keys()
 
 
-@pytest.mark.slow  # torch.compile's first kernel takes half a minute
-def test_compiled_too() -> None:
-    where = on_cpu("compile", "eager")
-    where.compile_seconds = 300
-    for direction in (FORWARD, BACKWARD):
-        line = where.line(small("relu", direction))
-        assert line["missing"] == {} and "torch.compile" in line["times"]
-    assert where.compile_seconds < 300
-
-
 def test_the_time_for_compilation_ends() -> None:
     line = on_cpu("compile", "eager").line(small("relu"))
     assert set(line["missing"].values()) == {"not compiled: the time for compilation is spent"}
