@@ -1,6 +1,5 @@
 """Tests that the exporters follow from the records: no file repeats an op's arguments, which bind by name."""
 
-import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,8 @@ from torch.onnx._internal.torchscript_exporter import registration
 
 from twinop.errors import ExportError
 from twinop.export import attach_bodies, register_symbolics, translation_table
-from twinop.export.torchscript import _symbolic
 from twinop.model.schema import onnx_value
 from twinop.record.op_spec import DOMAIN, Attribute
-from twinop.record.schema_text import record_of
-from twinop.torch_op.arguments import signature_of
 
 
 def test_every_op_has_a_translation_and_a_symbolic() -> None:
@@ -74,14 +70,6 @@ def test_torchs_own_export_with_our_tables(exporter: str, tmp_path: Path) -> Non
 
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else value
-
-
-def test_arguments_of_an_unusual_order_and_name() -> None:
-    """A Tensor? may stand before a Tensor, and g is also what exporters call the graph."""
-    record = record_of("f(Tensor x, Tensor? w, Tensor b, int g=1) -> Tensor", "d")
-    assert str(signature_of(record)) == "(x, w, b, g=1)"
-    symbolic = _symbolic(record)
-    assert [*inspect.signature(symbolic).parameters][1:] == ["x", "w", "b", "g"]
 
 
 def test_values_that_are_not_constants() -> None:

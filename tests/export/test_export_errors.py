@@ -214,13 +214,3 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_a_model_that_draws_random_numbers(exporter: str, kind: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="^the model draws random numbers: output 0 differs from call to c"):
         plain(Numbers(DRAWS[kind]), torch.randn(4, 16), tmp_path / "m.onnx", exporter=exporter)
-
-
-def test_an_axis_that_another_input_fixes_is_named(tmp_path: Path) -> None:
-    class Sum(torch.nn.Module):
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return x + mask
-
-    given = (torch.randn(4, 3), torch.randn(4, 3))
-    with pytest.raises(ExportError, match=r"axis 0 of mask was to stay .* Axis 0 of x has this size, too"):
-        plain(Sum(), given, tmp_path / "m.onnx", dynamic={"mask": [0]})

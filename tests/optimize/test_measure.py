@@ -21,8 +21,8 @@ NAMES = ["norm", "attention", "gated"]
 class Files:
     """Files that hold the names of their rewrites, and a clock that adds up what each of these costs."""
 
-    def __init__(self, folder: Path, costs: dict[str, float], noise: Sequence[float] = ()) -> None:
-        self.folder, self.costs, self.noise, self.most = folder, costs, list(noise), 0
+    def __init__(self, folder: Path, costs: dict[str, float]) -> None:
+        self.folder, self.costs, self.most = folder, costs, 0
         self.source, self.result = folder / "source", folder / "result"
         self.source.write_text("the source")
         self.result.write_text(" ".join(NAMES))
@@ -33,16 +33,13 @@ class Files:
         return folder / "file"
 
     def clock(self, *paths: Path) -> list[float]:
-        late = self.noise.pop(0) if self.noise else 0.0
-        return [10 + late * (path == self.result) + self.cost(path) for path in paths]
+        return [10 + self.cost(path) for path in paths]
 
     def cost(self, path: Path) -> float:
         return sum(self.costs.get(name, 0) for name in path.read_text().split())
 
-    def measured(self, seconds: float = 60.0) -> measure.Measured:
-        return drop_slow(
-            self.source, self.result, NAMES, self.write, self.clock, self.folder, seconds=seconds
-        )
+    def measured(self) -> measure.Measured:
+        return drop_slow(self.source, self.result, NAMES, self.write, self.clock, self.folder, seconds=60.0)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +58,6 @@ def test_slow_rewrites(costs: dict[str, float], slow: set[str], times: object, t
     assert found.slow.keys() == slow and found.times == times and not found.untimed
     assert all(text.startswith("slower here (1") for text in found.slow.values())
     assert files.most <= 2 and len([*tmp_path.rglob("file")]) <= 1  # what was measured goes at once
-
-
-def test_a_rewrite_that_was_slower_once_is_measured_again(tmp_path: Path) -> None:
-    assert not Files(tmp_path, {}, noise=[0, 5, 0, 5, 0, 5, 0]).measured().slow
 
 
 def _clock(self: Stopwatch, *paths: Path) -> list[float]:
