@@ -43,7 +43,6 @@ def write_source(
         return kept
     from ..aot_kernels.generate import files_of, generate  # builds without kernels in Python need neither
     from ..triton.build import make_contents  # nor torch
-    from ..triton.tuning import tuning_file
 
     begin = time.time_ns()
     names = ", ".join(path.name for path in project.modules)
@@ -54,7 +53,6 @@ def write_source(
         str(path): file_hash(path) if path.stat().st_mtime_ns < begin else "changed"
         for path in (*project.modules, *_imported())
     }
-    imported |= {str(path): file_hash(path) for path in map(tuning_file, project.modules)}
     written = {str(path): file_hash(path) for path in files_of(file)}
     write(stamp, json.dumps([key, imported, written, notes]).encode())
     return _of_user(imported), [f"tracing {names}"], notes

@@ -16,7 +16,6 @@ class Commands(LazyGroup):
     modules: ClassVar = {
         "new": "twinop.building.new:new",
         "build": "twinop.building.build_command:build",
-        "tune": "twinop.triton.tune_command:tune",
         "test": "twinop.testing.command:main",
         "bench": "twinop.bench.__main__:main",
         "export": "twinop.export.to_onnx:main",

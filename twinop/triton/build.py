@@ -16,7 +16,6 @@ from ..libraries.kernel_op import DECLARED, KernelOp, describe_source
 from ..record.op_spec import OpSpec
 from .launches import compile_plans
 from .trace import SAMPLE_SIZES, Ranks, TracedOp, trace, values_of
-from .tuning import Tuning, tuning_file
 
 _FUTURE = 999  # the compute capability of a GPU newer than all
 
@@ -25,11 +24,11 @@ def make_contents(project: Project, archs: Sequence[int], ptx: bool) -> tuple[Co
     """Returns what a library carries of the ops in a project's Python files, and notes for the user.
 
     The kernels are compiled for `archs` and, with `ptx`, for newer GPUs. BuildError: a file declares no op,
-    one of another domain, or one whose name is taken; a launcher cannot be traced, a kernel not be compiled;
-    a file of `twinop tune` is damaged. TwinopError: a file cannot be imported.
+    one of another domain, or one whose name is taken; a launcher cannot be traced, a kernel not be compiled.
+    TwinopError: a file cannot be imported.
     """
     files, domain, version = project.modules, project.domain, project.domain_version
-    ops = [op for file in files for op in declared_in(file)]
+    ops = [op for file in files for op in _declared_in(file)]
     places = {name: source.path.name for source in project.sources for _, name in source.ops}
     for op in ops:
         if op.domain != domain:
@@ -61,7 +60,7 @@ def make_contents(project: Project, archs: Sequence[int], ptx: bool) -> tuple[Co
     return Contents(domain, tuple(found), tuple(kernels), said, version, describe_source(files)), notes
 
 
-def declared_in(file: Path) -> list[KernelOp]:
+def _declared_in(file: Path) -> list[KernelOp]:
     """Imports a Python file, and returns the ops that it declares; BuildError: it declares none."""
     load_module(file)
     ops = [op for op in DECLARED.values() if op.file.resolve() == file]
@@ -78,7 +77,7 @@ def _traced(op: KernelOp, domain_version: int, archs: Sequence[int]) -> TracedOp
     with FakeTensorMode():  # of the others, the shapes alone are needed
         samples += [call for size in SAMPLE_SIZES[1:] for call in op.calls(dtype, size) or []]
     record = replace(op.record, domain_version=domain_version)
-    return trace(record, op.launcher, samples, Tuning.read(tuning_file(op.file)).choose, archs)
+    return trace(record, op.launcher, samples, archs)
 
 
 # ---------------------------------------------------------------------------------------------- bodies

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,6 @@ from .recorder import Recorder
 
 _OF_SYMBOLS = {"sqrt": "Sqrt", "exp": "Exp", "log": "Log", "pow": "Power", "floor": "Floor", "ceil": "Ceil"}
 """Functions of `math` that take symbolic numbers while a launcher is traced."""
-
-Choose = Callable[[Any, Mapping[str, Any], Any], Any]
-"""Chooses a configuration of a `triton.autotune` kernel: (the Autotuner, the arguments by name, the compute
-capability). Numbers may be symbolic; each comparison with one makes a plan for either answer."""
-
-
-def first_configuration(autotuner: Any, arguments: Mapping[str, Any], arch: Any) -> Any:
-    """Returns the first configuration that the kernel's own pruning leaves."""
-    configurations = autotuner.configs
-    if autotuner.early_config_prune:
-        given = {name: value for name, value in arguments.items() if name not in autotuner.nargs}
-        configurations = autotuner.early_config_prune(configurations, autotuner.nargs, **given)
-    return configurations[0]
 
 
 class WithoutDevice(TorchFunctionMode):
@@ -111,7 +98,7 @@ class _Device:
 
 
 @contextmanager
-def triton_launches(recorder: Recorder, choose: Choose) -> Iterator[None]:
+def triton_launches(recorder: Recorder) -> Iterator[None]:
     """Records the launches of Triton's kernels instead of doing them.
 
     BuildError, at a launch: this version of Triton was not tested, or runs in interpreter mode.
@@ -136,13 +123,15 @@ def triton_launches(recorder: Recorder, choose: Choose) -> Iterator[None]:
         )
 
     def run_tuned(autotuner: Any, *args: Any, **kwargs: Any) -> None:
-        autotuner.nargs = dict(zip(autotuner.arg_names, args, strict=False))
-        arguments = {**autotuner.nargs, **{k: v for k, v in kwargs.items() if k in autotuner.arg_names}}
-        configuration = choose(autotuner, arguments, recorder.symbols.number(ARCH))
-        more = configuration.all_kwargs()
-        if configuration.pre_hook is not None:
-            configuration.pre_hook({**arguments, **more})
-        autotuner.fn.run(*args, **kwargs, **more)
+        nargs = autotuner.nargs = dict(zip(autotuner.arg_names, args, strict=False))
+        named = {name: value for name, value in kwargs.items() if name in autotuner.arg_names}
+        configurations = autotuner.configs
+        if autotuner.early_config_prune:
+            configurations = autotuner.early_config_prune(configurations, nargs, **named)
+        first = configurations[0]  # a build measures nothing
+        if first.pre_hook is not None:
+            first.pre_hook({**nargs, **named, **first.all_kwargs()})
+        autotuner.fn.run(*args, **kwargs, **first.all_kwargs())
 
     next_power_of_2 = triton.next_power_of_2.fn
 

@@ -16,7 +16,7 @@ from ..libraries.kernel_op import place_of
 from ..record.op_spec import Attribute, OpSpec
 from ..record.shapes import evaluate
 from .helion import helion_kernels
-from .intercept import Choose, WithoutDevice, first_configuration, functions_of_symbols, triton_launches
+from .intercept import WithoutDevice, functions_of_symbols, triton_launches
 from .outputs import with_dtypes, with_shapes
 from .recorder import Output, Recorder, TracedLaunch
 from .symbols import Call, Decision, NotAnExpression, OtherBranch, Symbols, guards
@@ -46,7 +46,6 @@ def trace(
     record: OpSpec,
     launcher: Callable[..., Any],
     samples: Sequence[Mapping[str, Any]] = (),
-    choose: Choose = first_configuration,
     archs: Sequence[int] = (90,),
 ) -> TracedOp:
     """Traces the launcher of an op for every combination of dtypes.
@@ -61,7 +60,6 @@ def trace(
 
     Args:
         samples: calls, inputs (tensors) and attributes by name.
-        choose: chooses configurations of `triton.autotune`.
         archs: compute capabilities of GPUs that call the launcher.
     """
     if torch.cuda.is_available():
@@ -72,7 +70,7 @@ def trace(
     for combination in range(len(record.combinations)):
         dtypes: list[_Outputs] = []
         refusal: Any = None
-        tracer = _Tracer(record, launcher, choose, combination)
+        tracer = _Tracer(record, launcher, combination)
         for ranks, paths in tracer.paths(_calls(record, samples, archs)):
             accepted = [path.outputs for path in paths if path.outputs is not None]
             if not accepted:
@@ -112,7 +110,6 @@ class _Path:
 class _Tracer:
     record: OpSpec
     launcher: Callable[..., Any]
-    choose: Choose
     combination: int
 
     def paths(self, calls: Iterable[tuple[Call, bool]]) -> Iterator[tuple[Ranks, list[_Path]]]:
@@ -193,8 +190,7 @@ class _Tracer:
         }
         fake = FakeTensorMode(shape_env=symbols)
         fake.cache_enabled = False
-        launches = triton_launches(recorder, self.choose)
-        with fake, functions_of_symbols(recorder), launches, helion_kernels():
+        with fake, functions_of_symbols(recorder), triton_launches(recorder), helion_kernels():
             inputs = self._inputs(recorder, call, attributes)
             with recorder, WithoutDevice(recorder):
                 try:
