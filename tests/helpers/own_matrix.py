@@ -45,9 +45,9 @@ def is_repeated(test: str, given: dict[str, Any]) -> bool:
         combinations = record.combinations
         return dtypes != combinations[0 if "body" in test else (number + len(test)) % len(combinations)]
     if test == "test_both_exporters_carry_the_op":
-        return number % 3 != 0 or given["exporter"] != ("torchscript", "dynamo")[number % 2]
+        return number % 5 != 0 or given["exporter"] != ("torchscript", "dynamo")[number % 2]
     if test == "test_compile_without_graph_break":
-        return number % 6 != 0
+        return number % 9 != 0
     if test == "test_opcheck":
-        return given["device"] == "cpu" and number % 4 != 0
+        return given["device"] == "cpu" and number % 6 != 0
     return test == "test_the_body_in_every_opset" and given["opset"] not in (OPSETS[0], OPSETS[-1])

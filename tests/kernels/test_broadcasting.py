@@ -96,7 +96,7 @@ def check_strides(record: OpSpec, tensors: list[torch.Tensor], results: Sequence
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("record", ELEMENTWISE, ids=lambda record: record.name)
 def test_any_layout_gives_the_same_bits(record: OpSpec, device: str) -> None:
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=8, deadline=None)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         shape = data.draw(shapes())
