@@ -18,7 +18,6 @@ from typer.testing import CliRunner, Result
 
 from twinop import torch_op
 from twinop.building.builder import build
-from twinop.building.objects import write_header
 from twinop.building.project import Options, find_project
 from twinop.building.toolchain import find_nvcc
 from twinop.cli import app
@@ -69,6 +68,13 @@ void Put(TensorView cache, TensorView row, int64_t at) {
     static_cast<float*>(cache.data_ptr())[at * row.numel() + i] = static_cast<float*>(row.data_ptr())[i];
 }
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(put, Put);
+"""
+OP = """
+#include "twinop/tvm_ffi.h"
+namespace twinop {
+TWINOP_TVM_FFI(plain);
+TWINOP_CPU_OP(op, Record("op(Tensor x) -> Tensor"), CallTvmFfi<__tvm_ffi_plain>)
+}  // namespace twinop
 """
 HEADER = """
 #include "twinop/tvm_ffi.h"
@@ -121,9 +127,10 @@ class Page:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     folder = tmp_path_factory.mktemp("page")
     section = (ROOT / PAGE).read_text().partition("## Object files")[2].partition("\n## ")[0]
-    source, commands = re.findall(r"(?ms)^```[^\n]+\n(.*?)^```$", section)
+    source, header, commands = re.findall(r"(?ms)^```[^\n]+\n(.*?)^```$", section)
     (folder / "kernel.cpp").write_text(source)
-    for line in commands.replace("\\\n", " ").splitlines():
+    (folder / "rms_norm.h").write_text(header)
+    for line in commands.splitlines():
         words = shlex.split(line.replace("$(tvm-ffi-config --cxxflags)", ""))
         if words[0] == "c++":
             assert "$(tvm-ffi-config --cxxflags)" in line
@@ -131,7 +138,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
         else:
             done = twinop(*words[1:], cwd=folder)
             assert done.returncode == 0 and "rms_norm" in done.stdout, done.stderr
-    assert "CallTvmFfi<__tvm_ffi_rms_norm>" in (folder / "build/rms_norm.generated.h").read_text()
     return Page(folder, folder / "kernel.o", folder / "build/librms_norm.so")
 
 
@@ -241,51 +247,11 @@ def test_an_error_is_one_message(mixed: torch_op.Ops, call: object, message: str
     assert mixed.mixed(torch.ones(2, 2))[0][0] == 3
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """An object file."""
-    (source := tmp_path_factory.mktemp("plain") / "plain.c").write_text(PLAIN)
-    return compiled(source).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--symbol", "nope"], "nothing defines __tvm_ffi_nope. An object file that wants more"),
-        (["--symbol", "no::pe"], "--symbol no::pe: expected the name of a C function, such as scale"),
-        (["--device", "tpu"], "--device tpu: expected cpu, cuda, both"),
-        (["--record", "dtype=float32"], "--record dtype: expected <name>=<text>, with a name of dtypes, "),
-        (["--record", "shapes=y = z"], "z"),
-        (["--record", "sizes=n <= x[0]", "--record", "shapes=y = [n]"], "cannot count the sizes of outputs"),
-        (["text.o"], "text.o: not an object file (ELF). Expected what a compiler writes with -c"),
-        (["other.o"], "other.o: built for aarch64, this machine is"),
-        (["short.o"], "short.o: the file is damaged or cut short"),
-        (["gone.o"], "gone.o: no such file"),
-    ],
-)
-def test_bad_input(plain: bytes, tmp_path: Path, options: list[str], message: str) -> None:
-    (tmp_path / "plain.o").write_bytes(content := plain)
-    (tmp_path / "other.o").write_bytes(content[:18] + b"\xb7\0" + content[20:])
-    (tmp_path / "short.o").write_bytes(content[:-200])
-    (tmp_path / "text.o").write_text("a text\n")
-    given = {"--schema": "op(Tensor x) -> Tensor", "--symbol": "plain"}
-    if options[0].startswith("--"):
-        given.pop(options[0], None)
-    arguments = [word for pair in given.items() for word in pair]
-    result = said(tmp_path, "plain.o", *arguments, *options)
-    assert result.exit_code == 1 and message in result.stderr
-    assert not list(tmp_path.rglob("lib*.so"))
-
-
-def test_half_of_what_is_needed(tmp_path: Path) -> None:
+def test_an_object_alone(tmp_path: Path) -> None:
     (tmp_path / "plain.o").write_bytes(b"")
-    for arguments, message in (
-        (["plain.o"], "plain.o: registers no op. Expected a header"),
-        (["plain.o", "--symbol", "plain"], "--symbol, --device and --record need --schema, which is"),
-        (["gone.o", "--schema", "op(Tensor x) -> Tensor"], "--schema: needs an object file, such as"),
-    ):
-        result = said(tmp_path, *arguments)
-        assert result.exit_code == 1 and message in result.stderr
+    result = said(tmp_path, "plain.o")
+    assert result.exit_code == 1 and "plain.o: registers no op. Expected a header" in result.stderr
+    assert not list(tmp_path.rglob("lib*.so"))
 
 
 WANTS = PLAIN.replace("return -1", "return TVMFFIFunctionCall(result) + TVMBackendGetFuncFromEnv(result)")
@@ -296,24 +262,12 @@ def test_what_the_linker_refuses(tmp_path: Path) -> None:
     for name, text in {"wants": WANTS, "no_pic": NO_PIC}.items():
         (tmp_path / f"{name}.c").write_text(text)
         compiled(tmp_path / f"{name}.c", "-fno-pic", "-mcmodel=medium", "-w")
-    op = ("--symbol", "plain", "--schema", "op(Tensor x) -> Tensor", "--name", "op")
-    result = said(tmp_path, "wants.o", *op)
+    (tmp_path / "op.h").write_text(OP)
+    result = said(tmp_path, "op.h", "wants.o", "--name", "op")
     assert result.exit_code == 1
     assert "nothing defines TVMBackendGetFuncFromEnv, TVMFFIFunctionCall. An object file" in result.stderr
-    result = said(tmp_path, "no_pic.o", *op)
+    result = said(tmp_path, "op.h", "no_pic.o", "--name", "op")
     assert result.exit_code == 1 and "no_pic.o: compiled without -fPIC" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("wanted", "device"), [("cudaLaunchKernel", "CUDA"), ("_cudaSetDevice", "CUDA"), ("cubic", "CPU")]
-)
-def test_the_device_is_that_of_the_object(tmp_path: Path, wanted: str, device: str) -> None:
-    (tmp_path / "plain.c").write_text(PLAIN.replace("return -1", f"return {wanted}()"))
-    compiled(tmp_path / "plain.c", "-w")
-    header = write_header(tmp_path, [tmp_path / "plain.o"], "op(Tensor x) -> Tensor")
-    assert f"TWINOP_{device}_OP(op, " in header.read_text()
-    header = write_header(tmp_path, [tmp_path / "plain.o"], "op(Tensor x) -> Tensor", device="both")
-    assert "TWINOP_OP(op, " in header.read_text() and "CallTvmFfi<__tvm_ffi_op>" in header.read_text()
 
 
 ON_CUDA = """
@@ -336,6 +290,13 @@ void Launch(TensorView x, double by, TensorView y) {
 }
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scale, Launch);
 """
+SCALE = """
+#include "twinop/tvm_ffi.h"
+namespace twinop {
+TWINOP_TVM_FFI(scale);
+TWINOP_OP(scale, Record("scale(Tensor x, float by) -> Tensor"), CallTvmFfi<__tvm_ffi_scale>)
+}  // namespace twinop
+"""
 
 
 @pytest.mark.cuda
@@ -348,8 +309,7 @@ def test_a_cuda_object(tmp_path: Path) -> None:
     include = [f"-I{path}" for path in tvm_ffi.libinfo.include_paths()]
     command = [nvcc.path, "-std=c++17", f"-arch=sm_{major}{minor}", "-Xcompiler=-fPIC", *include]
     subprocess.run([*command, "-c", "scale.cu", "-o", "scale.o"], cwd=tmp_path, check=True)
-    schema = "scale(Tensor x, float by) -> Tensor"
-    header = write_header(tmp_path, [tmp_path / "scale.o"], schema, device="both")
+    (header := tmp_path / "scaled.h").write_text(SCALE)
     built = build(find_project([header, tmp_path / "scale.o"], "scaled"), tmp_path / "libscaled.so")
     assert not any("cudart" in name or "tvm" in name for name in needed_libraries(built.library.path))
     op = torch_op.load(built.library.path).scale

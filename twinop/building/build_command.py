@@ -9,7 +9,6 @@ import typer
 from ..cli.console import clear_errors, err, out, print_note, show_library
 from ..errors import BuildError
 from .builder import build as build_project
-from .objects import write_header
 from .project import Options, find_project
 
 
@@ -18,7 +17,7 @@ def build(
         list[Path] | None,
         typer.Argument(
             help="A folder, with a pyproject.toml or without, or source files: headers with ops, .cu files, "
-            "Python files. Default: the current folder."
+            "Python files, object files and archives. Default: the current folder."
         ),
     ] = None,
     output: Annotated[
@@ -52,10 +51,6 @@ def build(
     sanitize: Annotated[
         str, typer.Option(help="Sanitizers of the host's code: address, undefined, or address,undefined.")
     ] = "",
-    schema: Annotated[str | None, typer.Option(help="The op that a function of an object file is.")] = None,
-    symbol: Annotated[str | None, typer.Option(help="The function. Default: the op's name.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or both. Default: by what it calls.")] = None,
-    record: Annotated[list[str] | None, typer.Option(help="More of the op's record: 'rows=-1'.")] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show all that a compiler says of an error.")
     ] = False,
@@ -77,16 +72,10 @@ def build(
 
         twinop build mish.py gelu.h
 
-        twinop build kernel.o --symbol scale --schema "scale(Tensor x, float by) -> Tensor"
+        twinop build scale.h kernel.o
     """
     begin = time.monotonic()
     with clear_errors():
-        if schema is not None:
-            folder = output.parent if output and not output.is_dir() else output or Path("build")
-            header = write_header(folder, sources or (), schema, symbol, device, record or ())
-            sources, name = [header, *(sources or ())], name or header.name.partition(".")[0]
-        elif symbol or device or record:
-            raise BuildError("--symbol, --device and --record need --schema, which is missing")
         project = find_project(sources or (), name, domain)
         options = Options(archs, cpu, debug, sanitize)
         with err.status("building") as shown:

@@ -131,7 +131,7 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
         raise BuildError(
             f"{said}: registers no op. Expected a header with TWINOP_UNARY, TWINOP_ELEMENTWISE, "
             "TWINOP_ROWWISE or TWINOP_OP, or a Python file with @twinop.triton_op; `twinop new mish` makes "
-            "one. An object file needs --schema, or such a header"
+            "one. An object file needs such a header beside it (twinop/tvm_ffi.h)"
         )
     return Project(name, domain, sources, settings.get("domain_version", 1), modules, objects)
 
