@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import struct
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -78,13 +77,7 @@ def read_library(
             f"{path}: no such file. twinop build makes the library of a project, build/lib<name>.so; "
             "twinop.get_library_path() is the one of twinop's own ops"
         )
-    try:
-        status = os.stat(file := os.fspath(copy or path))
-    except OSError as error:
-        raise LibraryError(f"{path}: cannot be read: {error.strerror}. Fix its permissions") from error
-    # A file that was changed a moment ago may change again without another stamp.
-    contents = _contents if time.time_ns() - status.st_ctime_ns > _NEW else _contents.__wrapped__
-    section, exports_ort = contents(path, file, *_stamp(status), status.st_ctime_ns)
+    section, exports = sections_of(path, copy or path, _SECTION, ".dynstr")
     if not section:
         raise ForeignLibraryError(
             f"{path}: a shared library, but without twinop records (section {_SECTION}). "
@@ -92,7 +85,7 @@ def read_library(
         )
     try:
         texts = [*filter(None, section.split(b"\0"))]
-        described = next((text for text in texts if _is_description(text)), b"{}")
+        described = next((text for text in texts if "twinop" in json.loads(text)), b"{}")
         build: dict[str, Any] = json.loads(described)
         _require_abi(path, build)
         place = {name: build[name] for name in ("domain", "domain_version")}
@@ -122,24 +115,9 @@ def read_library(
         cuda_version=cuda_version,
         records=dict(sorted(records.items())),
         **place,
-        exports_ort=exports_ort,
+        exports_ort=_EXPORT + b"\0" in exports,
         source=source,
     )
-
-
-_NEW = 1_000_000_000  # nanoseconds
-
-
-@lru_cache(256)
-def _contents(path: Path, file: str, *stamp: int) -> tuple[bytes, bool]:
-    """Returns a file's records, and whether ONNX Runtime finds its function; read again with a new stamp."""
-    section, exports = sections_of(path, file, _SECTION, ".dynstr")
-    return section, _EXPORT + b"\0" in exports
-
-
-@lru_cache(4096)
-def _is_description(text: bytes) -> bool:
-    return "twinop" in json.loads(text)
 
 
 @lru_cache(4096)
