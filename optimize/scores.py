@@ -159,12 +159,8 @@ def _flat(masks: list[ir.Value], grouped: list[g.Dim], matmul: ir.Node, before: 
     if not is_whole:
         rows, count = (g.length(before, *each) for each in ((matmul.inputs[0], 0), (total, 1)))
         sizes = [g.add(before, "Div", [rows, count]), count, g.int_constant(before, known)]
-        total = g.add(
-            before,
-            "Expand",
-            [total, g.add(before, "Concat", sizes, {"axis": 0}, shape=[5])],
-            shape=[None] * 5,
-        )
+        whole = g.add(before, "Concat", sizes, {"axis": 0}, shape=[len(grouped)])
+        total = g.add(before, "Expand", [total, whole], shape=[None, *grouped[1:2], *known])
     left = [mask for mask in masks if mask not in wide]
     return [*left, g.reshape(before, total, [-1, *known], [shape[0], *known])]
 

@@ -448,26 +448,26 @@ def test_attention_of_windows(tmp_path: Path) -> None:
 
 
 GROUPED = {
-    "a mask for each window (Swin)": "float[1, 3, 1, 6, 6] a, float[2, 1, 1] b",
-    "a mask for each window of one image": "float[4, 3, 2, 6, 6] a, float[2, 1, 1] b",
-    "a number for each head, too (SwinV2)": "float[1, 3, 2, 6, 6] a, float[1, 2, 1, 1] b",
-    "positions of rows and columns (ViTDet)": "float[12, 2, 3, 2, 1] a, float[12, 2, 3, 1, 3] b",
+    "a mask for each window (Swin)": ("float[1, 3, 1, 6, 6] a, float[2, 1, 1] b", "3, 2, 6, 6"),
+    "a mask for each window of each image": ("float[4, 3, 2, 6, 6] a, float[2, 1, 1] b", "3, 2, 6, 6"),
+    "a number for each head (SwinV2)": ("float[1, 3, 2, 6, 6] a, float[1, 2, 1, 1] b", "3, 2, 6, 6"),
+    "rows and columns (ViTDet)": ("float[12, 2, 3, 2, 1] a, float[12, 2, 3, 1, 3] b", "2, 3, 2, 3"),
 }
 
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_what_is_added_to_grouped_scores(name: str, tmp_path: Path) -> None:
-    inputs, is_whole = GROUPED[name], "ViTDet" in name
-    heads = apart("qkv") if not is_whole else " ".join(f"{each}h = Abs ({each})" for each in "qkv")
-    perm = "0, 2, 1" if is_whole else "0, 1, 3, 2"
-    grouped = "d = Add (c, b) e = Add (a, d)" if is_whole else "e = Add (a, c)"
-    scores = "Mul (s, scale)" if is_whole else "Mul (b, s)"
-    text = f"""(float[12, 6, 8] q, float[12, 6, 8] k, float[12, 6, 8] v, {inputs}) => (float[12, 6, 8] y) {{
-        {heads} kt = Transpose <perm=[{perm}]> (kh) s = MatMul (qh, kt) t = {scores}
-        c = Reshape (t, groups) {grouped} r = Reshape (e, single) p = Softmax (r) o = MatMul (p, vh)
-        {"y = Identity (o)" if is_whole else JOINED} }}"""
-    groups, single = ([-1, 2, 3, 2, 3], [-1, 6, 6]) if is_whole else ([-1, 3, 2, 6, 6], [-1, 2, 6, 6])
-    model = parsed(text, **SHAPES, groups=np.array(groups), single=np.array(single))
+    (inputs, groups), is_flat = GROUPED[name], "[12" in GROUPED[name][0]
+    heads = " ".join(f"{each}h = Abs ({each})" for each in "qkv") if is_flat else apart("qkv")
+    perm, end = ("0, 2, 1", "y = Identity (o)") if is_flat else ("0, 1, 3, 2", JOINED)
+    scaled = "Mul (s, scale)" if is_flat else "Mul (b, s)"
+    sums = "d = Add (c, b) e = Add (a, d)" if is_flat else "e = Add (a, c)"
+    text = f"""(float[12, 6, 8] q, float[12, 6, 8] k, float[12, 6, 8] v, {inputs}) => (float[12, 6, 8] y)
+        <int64[{groups.count(",") + 2}] groups = {{-1, {groups}}}> {{
+        {heads} kt = Transpose <perm=[{perm}]> (kh) s = MatMul (qh, kt) t = {scaled}
+        c = Reshape (t, groups) {sums} r = Reshape (e, single) p = Softmax (r) o = MatMul (p, vh) {end} }}"""
+    single = [-1, 6, 6] if is_flat else [-1, 2, 6, 6]
+    model = parsed(text, **SHAPES, single=np.array(single))
     report, fast = optimized(model, tmp_path)
     assert report.fused == {"attention": 1} and not nodes(fast, "Softmax", "MatMul")
     sizes = {
