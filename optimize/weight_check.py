@@ -303,8 +303,9 @@ def _is_held(source: Constant, pieces: Sequence[_Piece]) -> bool:
     """Whether pieces together are a constant, or hold one that is equal to it."""
     for axis, view in source.views():
         own = [each for each in pieces if each.axis == axis and each.source.key == source.key]
-        spans, end = [*source.unread, *((each.start, each.start + len(each.lines)) for each in own)], 0
-        for start, stop in sorted(spans):
+        unread = [span for span in source.unread if source.unread[-1][1] == len(view)]
+        spans, end = [(each.start, each.start + len(each.lines)) for each in own], 0
+        for start, stop in sorted([*spans, *unread]):
             end = max(end, stop) if start <= end else end
         if own and end == len(view):
             return True

@@ -21,12 +21,13 @@ _LARGE = 1 << 12  # bytes of a matrix that a result must hold
 _COMPUTED = 1 << 20  # elements of what is computed here
 _PICKS = {"Gather", "Slice"}  # also from larger constants
 _MOVES = {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
-_BETWEEN = _MOVES | {"Add", "Conv", "Gemm", "MatMul", "MatMulNBits"}
+_PRODUCTS = {"Gemm", "MatMul", "MatMulNBits"}
+_BETWEEN = _MOVES | _PRODUCTS | {"Add", "Conv"}
 _HIDING = -9984.0  # what bfloat16 has for -10000, which hides a score
 _DEFAULTS, _ATTENTION = [1e-5, 1e-6, 1e-12], "CustomAttentionCached"  # eps of nodes without
 _DEPTH = 5  # nodes between a weight and where its product is split
 Factor = tuple[np.ndarray, float | None]
-Span = tuple[Any, Any]  # where a part starts and stops
+Span = tuple[int, int]  # where a part starts and stops
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class Constant:
     array: np.ndarray
     cuts: set[int] = field(default_factory=set)  # where the original splits it, or a product with it
     is_required: bool = False  # whether a result must hold it, but for parts that nothing reads
-    unread: Sequence[tuple[int, int]] = ()  # those parts, as where they start and stop
+    unread: Sequence[Span] = ()
     slack: float | None = None  # what numbers may differ by, beside their last two bits; None: they are equal
 
     def views(self) -> Iterator[tuple[int, np.ndarray]]:
@@ -120,8 +121,8 @@ def pool_of(model: ir.Model) -> Pool:
             is_large = value in stored and array.ndim > 1 and array.nbytes >= _LARGE and is_weight
             key = id(stored[value]) if value in stored else value
             is_required = is_large and bool(readers) and ("in bytes", key) not in in_bytes
-            cuts, unread = _cuts(value, known)
-            found.append(Constant(str(value.name), key, array, cuts, is_required, unread))
+            given = str(value.name), key, array, _cuts(value, known), is_required
+            found.append(Constant(*given, _unread(value, known) if is_required else ()))
     for node in model.graph:
         if node.op_type == "BatchNormalization" and known.keys() >= {*node.inputs[1:]}:
             rows, bias = _batch_norm(node, known)
@@ -182,24 +183,29 @@ def _batch_norm(node: ir.Node, known: Mapping[ir.Value, np.ndarray]) -> tuple[li
     return [scale, np.repeat(scale, inner)][: 1 + (inner > 1)], constant
 
 
-def _unread(source: ir.Value) -> list[Span]:
-    """Returns the parts of a value that nothing reads, if only Splits and Slices along one axis do."""
-    outputs = [value for node in source.consumers() for value in node.outputs if g.is_read(value)]
-    for axis, size in zip((0, -1), [each for each in [g.dims(source)] if each] * 2, strict=False):
-        parts = [g.part_of(value, axis) for value in outputs]
-        if parts and None not in parts:
-            spans = sorted(part[1:] for part in parts if part is not None)
-            ends = [0, *accumulate((stop for _, stop in spans), max)]
-            return [*zip(ends, [*(start for start, _ in spans), size[axis]], strict=True)]
-    return []
+def _unread(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> list[Span]:
+    """Returns the lines of a constant that nothing reads: only Splits and Slices read its one product."""
+    while len(nodes := {use.node for use in value.uses()}) == 1 and not value.is_graph_output():
+        [node] = nodes
+        is_turned = node.op_type == "Transpose" and value in known
+        is_product = node.op_type in _PRODUCTS and node.inputs[1] is value
+        if not (is_turned or is_product or node.op_type in ("Add", "Cast", "Identity")):
+            break
+        value = node.outputs[0]
+    size, outputs = g.last_dim(value), [each for node in nodes for each in node.outputs if g.is_read(each)]
+    parts = [g.part_of(each, -1) for each in outputs]
+    if value.is_graph_output() or not isinstance(size, int) or not parts or None in parts:
+        return []
+    spans = sorted(part[1:] for part in parts if part is not None)
+    ends = [0, *accumulate((stop for _, stop in spans), max)]
+    return [*zip(ends, [*(start for start, _ in spans), size], strict=True)]
 
 
-def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> tuple[set[int], list[Span]]:
-    """Returns where the nodes behind a constant split it, or what they compute with it, and `_unread`."""
-    found, unread, waiting = set[int](), list[Span](), [(value, 0)]
+def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> set[int]:
+    """Returns where the nodes behind a constant split it, or what they compute with it."""
+    found, waiting = set[int](), [(value, 0)]
     while waiting:
         source, depth = waiting.pop()
-        unread += _unread(source)
         for node in {use.node for use in source.uses()}:
             arrays = [known[each] for each in node.inputs[1:3] if each and each in known]
             rows = [array.reshape(-1)[:9].tolist() for array in arrays]
@@ -208,7 +214,7 @@ def _cuts(value: ir.Value, known: Mapping[ir.Value, np.ndarray]) -> tuple[set[in
             found |= {each for row in rows for each in row} if node.op_type == "Slice" else set()
             if node.op_type in _BETWEEN and depth < _DEPTH:
                 waiting += [(each, depth + 1) for each in node.outputs]
-    return found, unread
+    return found
 
 
 def eps_of(model: ir.Model) -> set[float]:
