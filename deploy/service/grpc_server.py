@@ -4,13 +4,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from . import codec_grpc, logs, metrics
@@ -26,7 +25,6 @@ _log = logging.getLogger(__name__)
 
 DRAIN_REFUSE_SECONDS = 0.5
 TIMER_SECONDS = 0.01  # uvloop's timers may fire this early
-HEALTH_SECONDS = 0.2
 
 
 Method = Callable[[Any, float | None, RequestMemory], Awaitable[Any]]
@@ -158,25 +156,17 @@ class _CallHandler:
         return data
 
 
-class _Health(health.aio.HealthServicer):
-    """grpc.health.v1, whose streams end with the server: `stop` would wait for them."""
+class _Health(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1, which needs no token; `Watch` is unimplemented, so clients take the server for healthy."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._watches = set[asyncio.Task[None]]()
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
 
-    async def Watch(self, request: Any, context: Any) -> None:
-        watch = asyncio.create_task(super().Watch(request, context))
-        self._watches.add(watch)
-        try:
-            with suppress(asyncio.CancelledError):  # by the client, or at the end of the server
-                await watch
-        finally:
-            self._watches.discard(watch)
-
-    def end_streams(self) -> None:
-        for watch in self._watches:
-            watch.cancel()
+    async def Check(self, request: Any, context: aio.ServicerContext) -> Any:
+        if request.service not in ("", codec_grpc.SERVICE):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"the server has no service {request.service!r}")
+        is_ready = not (self._repository.why_not_ready() or self._repository.broken)
+        return health_pb2.HealthCheckResponse(status="SERVING" if is_ready else "NOT_SERVING")
 
 
 class GrpcServer:
@@ -188,7 +178,6 @@ class GrpcServer:
         self._repository = repository
         self._handler = _CallHandler(repository, budget, token)
         self._server: Any = None
-        self._health = _Health()
 
     async def start(self) -> None:
         """Start, and return when calls are accepted; AddressError: host or port cannot be used."""
@@ -208,7 +197,7 @@ class GrpcServer:
             ),
         )
         server.add_generic_rpc_handlers((self._handler.service(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        health_pb2_grpc.add_HealthServicer_to_server(_Health(self._repository), server)
         given, host = self.ports["grpc_port"], f"[{settings.host}]" if ":" in settings.host else settings.host
         try:
             self.ports["grpc_port"] = server.add_insecure_port(f"{host}:{given}")
@@ -217,17 +206,6 @@ class GrpcServer:
             raise address_error(settings.host, given, "--grpc-port", why) from error
         await server.start()
         self._server = server
-        self._following = asyncio.create_task(self._follow_readiness())
-
-    async def _follow_readiness(self) -> None:
-        """Keep the answers of grpc.health.v1 up to date, which need no token."""
-        while True:
-            status = health_pb2.HealthCheckResponse.SERVING
-            if self._repository.why_not_ready() or self._repository.broken:
-                status = health_pb2.HealthCheckResponse.NOT_SERVING
-            for name in ("", codec_grpc.SERVICE):
-                await self._health.set(name, status)
-            await asyncio.sleep(HEALTH_SECONDS)
 
     async def drain(self, grace: float) -> bool:
         """Answer the accepted calls for up to `grace` seconds, and return whether all were answered.
@@ -238,12 +216,9 @@ class GrpcServer:
         """
         if self._server is None:
             return True
-        self._following.cancel()
-        await self._health.enter_graceful_shutdown()
         self._handler.draining = True
         refusing = min(DRAIN_REFUSE_SECONDS, grace) if self._handler.was_called else 0.0
         await asyncio.sleep(refusing)
-        self._health.end_streams()
         rest, started = grace - refusing, time.monotonic()
         await self._server.stop(rest)  # returns early if no call is left
         return not rest or time.monotonic() - started < rest - TIMER_SECONDS
