@@ -35,10 +35,6 @@ def main(
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A quick look: few shapes, few runs.")] = False,
     output: Output = None,
-    compare: Annotated[
-        Path | None,
-        typer.Option(help="An older report. Exit code 1 if a cell of twinop's lost more than 3 %."),
-    ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of ONNX Runtime and of torch.", min=1)] = 2,
 ) -> None:
     """Measure every op beside torch's, ONNX Runtime's own and a plain copy: tables here, files and a plot.
@@ -68,11 +64,10 @@ def main(
         from .cases import cases_of, choose
         from .measurements import measuring, read
         from .providers import Providers
-        from .report import draw, is_slower, show
+        from .report import draw, show
 
         entries = choose(ops, library or project_here())
         wanted = [part.strip() for part in providers.split(",")] if providers else None
-        old = read(compare, "ops") if compare else None
         with measuring("ops", device, output, quick, threads) as (measured, where, timer):
             rounds = 1001 if timer is None else 7 if quick else 15
             who = Providers(where, timer, threads, wanted, rounds, seconds=0.2 if quick else 1.0)
@@ -85,8 +80,6 @@ def main(
                 err.print(f"{name}: {len(cells)} cells, {time.monotonic() - started:.0f} s")
         show(measured.lines)
         draw(read(measured.path), measured.path.with_name(f"{measured.path.stem}-overview.png"))
-        if old is not None and is_slower(old, measured.lines):
-            raise typer.Exit(1)
 
 
 def project_here() -> Path | None:

@@ -11,9 +11,8 @@ from rich.table import Table
 from twinop.cli.console import out
 
 from .measure import AGAIN, BUILT_IN, COPY, IN_ORT, IN_TORCH, OURS
-from .measurements import BenchError, machine_title
+from .measurements import machine_title
 
-REGRESSION = 0.03
 _LEAST_TOLERANCE = 0.01
 HIDDEN_US = 500  # the read and the memset before each run take at least this long on an H200
 
@@ -100,24 +99,6 @@ def _text(cell: Cell, provider: str) -> str:
     late = cell.times[provider].get("host_us", 0) > HIDDEN_US
     share = f" ({cell.us(COPY) / us:.2f})" if provider != COPY and COPY in cell.times else ""
     return f"{cell.gb_per_s(provider):.0f}{'*' * late}{share}"
-
-
-def is_slower(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> bool:
-    """Prints which of twinop's cells are slower than before; BenchError: there is no cell in common."""
-    before = {cell.key: cell for cell in map(Cell, old)}
-    both = [(before[cell.key], cell) for cell in map(Cell, new) if cell.key in before]
-    compared, slower = 0, 0
-    for was, cell in both:
-        for name in was.times.keys() & cell.times.keys() & {*OURS}:
-            compared += 1
-            if cell.us(name) / was.us(name) > 1 + max(REGRESSION, cell.tolerance, was.tolerance):
-                slower += 1
-                said = f"slower: {name}, {' '.join(cell.key)}: {was.us(name):.2f} us, now {cell.us(name):.2f}"
-                out.print(said, soft_wrap=True)
-    if not compared:
-        raise BenchError("the two reports have no cell in common: nothing is compared")
-    out.print(f"{compared} cells compared, {slower} slower by more than 3 %")
-    return slower > 0
 
 
 def draw(lines: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -1,9 +1,6 @@
 """The output of the report: files, plots, commands, messages."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,39 +10,10 @@ from twinop.bench.__main__ import main
 from twinop.bench.measure import BUILT_IN, IN_ORT, IN_TORCH
 from twinop.bench.measurements import BenchError, Measurements, read
 from twinop.bench.providers import EAGER
-from twinop.bench.report import is_slower
 from twinop.bench.timing import time_of
 from twinop.cli.console import program
 
-COPY = {"torch copy_": 100.0, "torch copy_ again": 100.5}
-FAST = COPY | {IN_TORCH: 100.0, EAGER: 130.0}
-
-
-def line_of(times: Mapping[str, float], op: str = "relu", shape: str = "2^28", **more: Any) -> dict[str, Any]:
-    line: dict[str, Any] = {
-        "benchmark": "ops",
-        "op": op,
-        "family": "rows" if "x" in shape else "unary",
-        "direction": "forward",
-        "dtype": "bfloat16",
-        "shape": shape,
-        "bytes": 1 << 30,
-        "missing": {},
-        "machine": "NVIDIA H200",
-        "device": "cuda",
-        "cpu_cores": 1,
-        "commit": "abc",
-    }
-    measured = {name: {"median_us": us, "low_us": us, "runs": 9} for name, us in times.items()}
-    return line | more | {"times": measured}
-
-
 FACTS = {"machine", "device", "cpu_cores", "date", "commit", "twinop", "torch", "onnxruntime", "python"}
-
-
-def saved(path: Path, *lines: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def command(*arguments: str, code: int = 0) -> str:
@@ -70,13 +38,6 @@ def test_a_file_grows_and_the_last_line_about_a_cell_counts(tmp_path: Path) -> N
     for line in lines:
         assert line["times"] == {IN_TORCH: {"median_us": 7.0, "low_us": 7.0, "runs": 1}}
         assert line["missing"] == {EAGER: "no GPU"} and line.keys() >= FACTS
-
-
-@pytest.mark.parametrize(("factor", "slower"), [(1.02, 0), (1.05, 1), (0.5, 0)])
-def test_regressions_are_flagged(factor: float, slower: int, capsys: pytest.CaptureFixture[str]) -> None:
-    new = line_of(FAST | {IN_TORCH: 100 * factor, EAGER: 500.0})
-    assert is_slower([line_of(FAST)], [new]) == slower
-    assert f"1 cells compared, {slower} slower" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -106,8 +67,6 @@ def test_report_on_the_cpu(tmp_path: Path) -> None:
     [line] = read(path, "ops")
     assert line["device"] == "cpu" and line["commit"] == "abc"
     assert line["times"].keys() >= {IN_TORCH, IN_ORT, EAGER, BUILT_IN}
-    old = saved(tmp_path / "old", line | {"times": {IN_TORCH: {"median_us": 0.01}}})
-    assert "1 slower by more than 3 %" in command("--ops=relu", f"--compare={old}", *options, code=1)
     command("--ops=square", *options)
     assert [each["op"] for each in read(path)] == ["relu", "square"]
 
@@ -116,7 +75,6 @@ def test_report_on_the_cpu(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--ops=nonsense"], "--ops nonsense: expected some of relu"),
-        (["--compare=missing.jsonl"], "missing.jsonl: cannot be read"),
         (["--device=tpu"], "--device tpu: expected auto, cpu or cuda"),
         (["--output", f"{__file__}/results"], "/results: cannot be written to"),
     ],
