@@ -10,8 +10,6 @@ import torch
 import torch.fx
 from torch import nn
 
-from twinop.errors import TwinopError
-
 from .registry import functions
 
 
@@ -176,14 +174,3 @@ class CustomGatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(functions["swiglu"](self.up_proj(x), self.gate_proj(x)))
-
-
-def _refuse_script(module: nn.Module) -> Any:
-    raise TwinopError(
-        f"{type(module).__name__} cannot be compiled by torch.jit.script. Use torch.jit.trace, torch.compile "
-        "or torch.export, or call torch.ops.custom_domain's ops, which scripts can call"
-    )
-
-
-for _module in [each for each in vars().values() if isinstance(each, type) and each.__module__ == __name__]:
-    _module.__prepare_scriptable__ = _refuse_script  # type: ignore[attr-defined]

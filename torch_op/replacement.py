@@ -1,6 +1,5 @@
 """Replaces modules of torch and transformers in an existing model by twinop's."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -115,26 +114,6 @@ def _transformers_name(module: nn.Module) -> str:
     return kind.__name__ if kind.__module__.split(".")[0] == "transformers" else ""
 
 
-_LOOK_ALIKE = re.compile(
-    r"(RMSNorm|LayerNorm|Softmax|Softplus|Sigmoid|Tanh|ReLU|[GS][ei]LU)(Activation)?$", re.I
-)
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-
-def _why_unknown(module: nn.Module) -> str:
-    """Why a module without a rule stays, if it looks like one of ours; else ""."""
-    if base := next((base.__name__ for base in _TORCH if isinstance(module, base)), None):
-        return f"a subclass of {base} may compute something else"
-    if type(module).__module__.startswith("torch."):
-        return ""
-    match = _LOOK_ALIKE.search(type(module).__name__)
-    gated = all(isinstance(getattr(module, name, None), nn.Module) for name in _PROJECTIONS)
-    if match or gated:
-        other = f"a {match[1]}" if match else "Llama's gated MLP"
-        return f"it is not known whether {type(module).__module__} computes the same as {other}"
-    return ""
-
-
 def replace_modules(
     model: nn.Module, report: Callable[[Replacement], None] = lambda replacement: None
 ) -> nn.Module:
@@ -148,8 +127,7 @@ def replace_modules(
 
     Args:
         report: called with a `Replacement` for each module that is replaced, and for each module that stays
-            although it is a subclass of one of these, has a similar name (`T5LayerNorm`), or has the
-            projections of a gated MLP. `report=print` prints them.
+            although it is one of these or a subclass of one. `report=print` prints them.
     """
     for path, module in model.named_modules():  # a module before its submodules
         if replacement := _replace(path, module):
@@ -161,8 +139,10 @@ def _replace(path: str, module: nn.Module) -> Replacement | None:
     kind = type(module).__name__
     rule = _TORCH.get(type(module)) or _TRANSFORMERS.get(_transformers_name(module))
     if rule is None:
-        reason = "" if type(module).__module__ == ours.__name__ else _why_unknown(module)
-        return Replacement(path, kind, None, reason) if reason else None
+        base = next((base.__name__ for base in _TORCH if isinstance(module, base)), None)
+        if base is None or type(module).__module__ == ours.__name__:
+            return None
+        return Replacement(path, kind, None, f"a subclass of {base} may compute something else")
     try:
         if "forward" in vars(module):
             raise _Stays(

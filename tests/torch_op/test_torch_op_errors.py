@@ -69,12 +69,6 @@ def test_tensors_with_a_lazy_sign_or_a_gradient(device: str) -> None:
         assert torch.equal(torch_op.relu(each.t()), torch.relu(each.t()))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_quantized_tensor() -> None:
-    with pytest.raises(RecordError, match=r"a quantized tensor.*\.dequantize\(\)"):
-        ops.relu(torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8))
-
-
 CALLS: dict[str, tuple[Callable[[str], object], str]] = {
     "dim": (
         lambda d: torch_op.softmax(torch.ones(2, 3, device=d), 2),
