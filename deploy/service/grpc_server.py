@@ -157,7 +157,7 @@ class _CallHandler:
 
 
 class _Health(health_pb2_grpc.HealthServicer):
-    """grpc.health.v1, which needs no token; `Watch` is unimplemented, so clients take the server for healthy."""
+    """grpc.health.v1, without a token. Clients that `Watch`, which is not implemented, assume health."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
