@@ -64,8 +64,7 @@ def settings_of(models: Path, config: Path | None, given: dict[str, Any], **fixe
 
 @takes_settings(
     Server=(
-        "host", "http_port", "grpc_port", "reuse_port", "admin_port", "poll_seconds", "token_file",
-        "log_level",
+        "host", "http_port", "grpc_port", "poll_seconds", "token_file", "log_level",
     ),
     Models=("library", "library_folders", "allow_model_libraries", "provider", "max_batch_size"),
 )  # fmt: skip

@@ -193,7 +193,7 @@ class GrpcServer:
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.so_reuseport", int(settings.reuse_port)),  # or two servers share one unnoticed
+                ("grpc.so_reuseport", 0),  # or two servers share one unnoticed
             ),
         )
         server.add_generic_rpc_handlers((self._handler.service(),))

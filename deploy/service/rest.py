@@ -29,21 +29,21 @@ class AddressError(TwinopError):
     """A port cannot be bound."""
 
 
-def bound(host: str, port: int, option: str, *, shared: bool = False) -> socket.socket:
-    """Return a bound socket, which listens if its port is not `shared`; AddressError: it cannot be bound."""
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; AddressError: it cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
         found.bind(address)
-        if not shared:
-            found.listen()  # until then, another server could bind it, too
+        found.listen()  # until then, another server could bind it, too
         found.setblocking(False)
     except (OSError, ValueError) as error:  # ValueError: no host can have this name
-        raise address_error(host, port, option, getattr(error, "strerror", "") or str(error)) from error
+        raise address_error(
+            host, port, "--http-port", getattr(error, "strerror", "") or str(error)
+        ) from error
     return found
 
 
@@ -118,10 +118,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 class RestServer:
-    """HTTP on one port, and on the admin port if there is one, from `start` to `drain`."""
+    """HTTP on one port, from `start` to `drain`."""
 
     def __init__(self, repository: Repository, budget: Budget, token: Token) -> None:
-        """Bind the ports; AddressError: one is in use, or the host is not this machine's."""
+        """Bind the port; AddressError: it is in use, or the host is not this machine's."""
         self.settings = settings = repository.settings.server
         app = Starlette(routes=Endpoints(repository, budget).routes(), exception_handlers=FAILURES)
         app.router.redirect_slashes = False
@@ -140,17 +140,14 @@ class RestServer:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
         self.config.load()
-        host, shared = settings.host, settings.reuse_port
-        self._sockets = {"http_port": bound(host, settings.http_port, "--http-port", shared=shared)}
-        if settings.admin_port is not None:
-            self._sockets["admin_port"] = bound(host, settings.admin_port, "--admin-port")
-        self.ports = {name: each.getsockname()[1] for name, each in self._sockets.items()}
+        self._socket = bound(settings.host, settings.http_port)
+        self.ports = {"http_port": self._socket.getsockname()[1]}
         self._server = _Uvicorn(self.config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start, and return when connections are accepted."""
-        self._serving = asyncio.create_task(self._server.serve(sockets=list(self._sockets.values())))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.001)
         if self._serving.done():
@@ -159,18 +156,16 @@ class RestServer:
     async def drain(self, grace: float) -> bool:
         """Stop listening, answer requests for `grace` seconds, close; return whether all were answered."""
         if self._serving is None:
-            for unused in self._sockets.values():
-                unused.close()
+            self._socket.close()
             return True
         loop, server = asyncio.get_running_loop(), self._server
         end = loop.time() + grace
         self._middleware.draining = True
-        listeners = [each.dup() for each in self._sockets.values()]
+        listener = self._socket.dup()
         for listening in server.servers:
             listening.close()
-        for listener in listeners:
-            await server.take_waiting(listener)
-            listener.close()
+        await server.take_waiting(listener)
+        listener.close()
         idle_end = loop.time() + min(DRAIN_IDLE_SECONDS, grace)
         while server.server_state.connections and loop.time() < idle_end:
             await asyncio.sleep(0.02)

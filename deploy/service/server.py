@@ -56,8 +56,8 @@ class Server:
             servers.append(GrpcServer(repository, budget, token))
         background: list[asyncio.Task[None]] = []
         try:
-            if not settings.reuse_port:  # live at once, ready once the models are loaded
-                await self._start(servers)
+            for server in servers:  # live at once, ready once the models are loaded
+                await server.start()
             asked = loop.create_task(stop.wait())
             loading = loop.create_task(repository.load_all())
             background.append(loading)
@@ -66,8 +66,6 @@ class Server:
             await asyncio.wait((asked, loading), return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
-                if settings.reuse_port:  # until now, the other servers of the port answered
-                    await self._start(servers)
                 gc.collect()
                 gc.freeze()  # full collections skip all that is imported by now
                 gc.enable()  # off since the start
@@ -80,10 +78,6 @@ class Server:
             for task in background:
                 task.cancel()
             await self._drain(servers)
-
-    async def _start(self, servers: list[Any]) -> None:
-        for server in servers:
-            await server.start()
 
     async def _drain(self, servers: list[Any]) -> None:
         """Stop accepting connections, and answer all accepted requests within the grace time."""

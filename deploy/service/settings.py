@@ -123,12 +123,6 @@ class ServerSettings(Section):
     host: str = Field("127.0.0.1", description="where to listen; 0.0.0.0 is all interfaces")
     http_port: int = Field(8080, ge=0, le=65535, description="0: one that is free")
     grpc_port: int | None = Field(8081, ge=0, le=65535, description="0: one that is free")
-    reuse_port: bool = Field(
-        False, description="let several servers listen on these ports; the kernel spreads the connections"
-    )
-    admin_port: int | None = Field(
-        None, ge=0, le=65535, description="a port of this server alone, for probes and metrics"
-    )
     poll_seconds: _Seconds = Field(
         0.0, ge=0, description="follow new, changed and removed versions and libraries this often; 0: never"
     )
@@ -164,9 +158,8 @@ class ServerSettings(Section):
     def _fits(self) -> "ServerSettings":
         if self.max_bytes_in_flight < (least := 4 * self.max_request_bytes):
             raise ValueError(f"max_bytes_in_flight must be at least {least}: four times max_request_bytes")
-        ports = [each for each in (self.http_port, self.grpc_port, self.admin_port) if each]
-        if len(set(ports)) < len(ports):
-            raise ValueError("http_port, grpc_port and admin_port must differ")
+        if self.http_port and self.http_port == self.grpc_port:
+            raise ValueError("http_port and grpc_port must differ")
         return self
 
 

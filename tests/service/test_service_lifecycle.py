@@ -18,7 +18,6 @@ import grpc
 import onnx
 import pytest
 import service_models as models
-import yaml
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from service_fixtures import Served, free_ports, receive, receive_all, serve, split, start, wait_until
@@ -171,68 +170,14 @@ def test_a_signal_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path, 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples/serving"
 
 
-def requests_of(own: Served) -> float:
-    return own.metric("twinop_requests_total", model="m")
-
-
-def test_the_kernel_spreads_connections_over_servers_that_are_ready(tmp_path: Path) -> None:
-    """Each has its own metrics, and one that ends answers what it accepted."""
-    root, file, log = tmp_path / "models", tmp_path / "held", tmp_path / "log"
-    models.place(root, "m", models.relu())
-    http_port, grpc_port, *admin = free_ports(4)
-    shared = (*QUICK, "--reuse-port", "--http-port", str(http_port), "--grpc-port", str(grpc_port))
-    with serve(root, *shared, "--admin-port", str(admin[0])) as first:
-        assert (first.http_port, first.grpc_port) == (http_port, grpc_port)
-        file.touch()
-        ports = (*shared, "--admin-port", str(admin[1]))
-        process = start(root, log, *ports, program=held(loads=file))
-        of_first = Served(first.process, admin[0], grpc_port, first.log_path, root)
-        of_second = Served(process, admin[1], grpc_port, log, root)
-
-        def are_both_used() -> bool:
-            assert first.infer("m", ROW).status == 200
-            with first.stub() as stub:
-                assert stub.ModelInfer(message("m", -1, 2, -3, 4)).outputs
-            return requests_of(of_first) > 0 and requests_of(of_second) > 0
-
-        try:
-            wait_until(lambda: b"held" in log.read_bytes())
-            assert {first.infer("m", ROW).status for _ in range(50)} == {200}  # all by the first
-            file.unlink()
-            wait_until(lambda: b'"ready"' in log.read_bytes())
-            wait_until(are_both_used)
-            for own in (of_first, of_second):
-                assert own.ask("GET", "/v2/health/ready").status == 200
-                assert own.infer("m", ROW).status == 200
-            process.send_signal(signal.SIGTERM)  # it answers what it accepted, and listens no more
-            after = 0
-            while after < 20:
-                assert first.infer("m", ROW).status == 200
-                after += process.poll() is not None
-            assert process.poll() == 0
-            assert [line for line in of_second.log if "traceback" in line] == []
-        finally:
-            process.kill()
-            process.wait()
-
-
-def command_of_unit() -> list[str]:
+def test_the_example_of_a_unit_starts_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models.place(tmp_path, "m", models.relu())
     found = re.search(r"^ExecStart=(.*)$", (EXAMPLES / "twinop@.service").read_text(), re.MULTILINE)
     assert found is not None
-    return found[1].replace("%i", "1").split()
-
-
-def commands_of_compose() -> list[list[str]]:
-    services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]
-    return [["twinop", *each["command"]] for each in services.values()]
-
-
-@pytest.mark.parametrize("command", [command_of_unit(), *commands_of_compose()])
-def test_examples_start_servers(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models.place(tmp_path, "m", models.relu())
+    command = found[1].replace("%i", "1").split()
     assert command[0].endswith("twinop") and command[1] == "serve"
     server: Any = repository_of(monkeypatch, tmp_path, *command[3:]).settings.server
-    assert server.reuse_port and server.admin_port in (9001, 9002)
+    assert (server.http_port, server.grpc_port) == (8001, 9001)
 
 
 @pytest.fixture
@@ -301,20 +246,18 @@ def test_a_crash_of_onnxruntime_is_said(tmp_path: Path) -> None:
     assert "model fragile version 1: loading" in said and "Segmentation fault" in said
 
 
-@pytest.mark.parametrize(("other", "own"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_port_in_use(one_model: Path, protocol: str, other: bool, own: bool) -> None:
-    """A port is shared only if both servers ask for it."""
-    with socket.create_server(("127.0.0.1", 0), reuse_port=other) as taken:
+def test_port_in_use(one_model: Path, protocol: str) -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
         port = taken.getsockname()[1]
-        said = refused(one_model, reuse_port=own, **{f"{protocol}_port": port})
+        said = refused(one_model, **{f"{protocol}_port": port})
     assert f"cannot listen on port {port} of 127.0.0.1" in said
     assert f"choose another with --{protocol}-port" in said
 
 
 def test_a_port_is_taken_before_the_server_starts() -> None:
-    with bound("127.0.0.1", 0, "--http-port") as first, pytest.raises(AddressError, match="in use"):
-        bound("127.0.0.1", first.getsockname()[1], "--admin-port")
+    with bound("127.0.0.1", 0) as first, pytest.raises(AddressError, match="in use"):
+        bound("127.0.0.1", first.getsockname()[1])
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "127..1"])

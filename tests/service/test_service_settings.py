@@ -70,7 +70,7 @@ def test_a_library_of_the_command_line_may_be_loaded(tmp_path: Path, monkeypatch
             "[server]\nbody_seconds = 1e9",
             "server.body_seconds: .* less than or equal to 1000000",
         ),
-        ("[server]\ngrpc_port = 8080\nreuse_port = true", "http_port, grpc_port and admin_port must differ"),
+        ("[server]\ngrpc_port = 8080", "http_port and grpc_port must differ"),
     ],
 )
 def test_what_does_not_fit_is_said(tmp_path: Path, text: str, message: str) -> None:
