@@ -89,15 +89,10 @@ def main(**given: Any) -> None:
             return
         packed = pack(options)
     output = options.output
-    archs = f" (code for compute capability {packed.cuda_archs})" if packed.cuda_archs else ""
-    place = f"a GPU{archs}" if packed.gpu else "the CPU"
-    nodes = ", ".join(packed.custom_nodes) or "none, so no library is needed"
-    lines = [f"{output}: {packed.name}, version {options.version}, for {place}; custom nodes: {nodes}"]
-    for each, there, digest in zip(
-        packed.libraries, packed.library_paths, packed.library_sha256, strict=True
-    ):
-        lines.append(f"library {each.path}, in the container {there}, SHA-256 {digest}")
-    out.print("\n".join(lines), soft_wrap=True)
+    libraries = ", ".join(packed.library_paths) or "none"
+    place = "a GPU" if packed.gpu else "the CPU"
+    said = f"{output}: {packed.name}, version {options.version}, for {place}; libraries there: {libraries}"
+    out.print(said, soft_wrap=True)
     if packed.note:
         print_note(packed.note)
     command = f"twinop serve {output}/models --allow-model-libraries"

@@ -51,7 +51,6 @@ class Packed:
     gpu: bool
     inputs: tuple[Spec, ...]  # those that clients see
     outputs: tuple[Spec, ...]
-    custom_nodes: tuple[str, ...]  # their types
     note: str  # what the user should know before deployment
 
     @property
@@ -59,15 +58,6 @@ class Packed:
         """The libraries' paths in the container."""
         folder = f"{MODELS_IN_CONTAINER}/{self.name}/{self.version}"
         return [f"{folder}/{library.path.name}" for library in self.libraries]
-
-    @property
-    def library_sha256(self) -> list[str]:
-        return [checksum(library.path) for library in self.libraries]
-
-    @property
-    def cuda_archs(self) -> str:
-        """The GPU architectures of the kernels, or "" without a library."""
-        return ", ".join(dict.fromkeys(library.cuda_archs for library in self.libraries))
 
 
 def read_contents(options: Options) -> Packed:
@@ -92,9 +82,8 @@ def read_contents(options: Options) -> Packed:
         note = f"not opened here, where there is only a CPU: {str(error).splitlines()[0]}"
     inputs, outputs = _specs(model.proto)
     require_servable(str(path), inputs, outputs, options.max_batch_size > 0)
-    custom = sorted({node.proto.op_type for node in model.nodes})
     name, libraries = _model_name(options), tuple(found)
-    return Packed(name, options.version, path, data, libraries, gpu, inputs, outputs, tuple(custom), note)
+    return Packed(name, options.version, path, data, libraries, gpu, inputs, outputs, note)
 
 
 def data_files(model: Model) -> tuple[Path, ...]:
@@ -245,8 +234,8 @@ def _write(root: Path, options: Options, packed: Packed) -> None:
             # A longer run is ended; where it cannot be, the service ends with code 70 and must be restarted.
             "run_timeout_seconds": 60,
         }
-        if packed.libraries:
-            settings["library_sha256"] = packed.library_sha256  # other libraries are not loaded
+        if packed.libraries:  # others are not loaded
+            settings["library_sha256"] = [checksum(library.path) for library in packed.libraries]
         lines = (f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
         (model / "twinop.toml").write_text("".join(lines))
     _write_manifest(root, model)
