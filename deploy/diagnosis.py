@@ -28,7 +28,6 @@ from .custom_nodes import load_model
 from .ort_process import SERVER, time_limit
 
 _OLDEST_TORCH = (2, 10)
-_OLDEST_GPU = 80  # as in TwinopCuda.cmake
 _SECONDS = 120  # for one question to another process
 _ELSEWHERE = "AzureExecutionProvider"  # runs models of another machine
 _NODE = '<ir_version: 8, opset_import: ["": 14]> probe (float[4] x) => (float[4] y) { y = Add(x, x) }'
@@ -122,20 +121,6 @@ def _compilers(gpus: Any) -> Iterator[Finding]:
             yield warning("nvcc", f"no nvcc found: twinop build builds for the CPU only. {cure}")
         return
     yield ok("nvcc", f"{nvcc.path} is CUDA {nvcc.version}, for {', '.join(nvcc.known)}")
-    for gpu in dict.fromkeys(gpus):
-        if gpu.capability < _OLDEST_GPU:
-            yield error(
-                "nvcc",
-                f"{gpu.name} has compute capability {gpu.capability}: twinop's CUDA kernels need "
-                f"{_OLDEST_GPU} (8.0) or later. twinop build --cpu, or another GPU",
-            )
-        elif str(gpu.capability) not in nvcc.known:
-            yield error(
-                "nvcc",
-                f"CUDA {nvcc.version} does not compile for {gpu.name}: unsupported gpu architecture "
-                f"'compute_{gpu.capability}'. Install a newer CUDA and set CUDACXX to its nvcc; or twinop "
-                f"build --archs {max(map(int, nvcc.known))}, whose PTX the driver compiles for this GPU",
-            )
 
 
 def _torch(has_gpu: bool) -> Iterator[Finding]:
