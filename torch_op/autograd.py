@@ -1,7 +1,7 @@
 """Autograd of an op from its derivative formulas (formulas.py)."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,7 +115,7 @@ def make_function(
 
     function.__name__ = function.__qualname__ = record.functional_name
     function.__module__ = "twinop.torch_op"
-    function.__doc__ = f"{record.domain}::{record.schema}\n\n{' '.join(_help(record))}"
+    function.__doc__ = f"{record.domain}::{record.schema}\n\nDtypes: {record.dtypes}."
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function, kernel, OpFunction
 
@@ -137,22 +137,6 @@ def _tell_caches(record: OpSpec) -> None:
     # It has no value where somebody has deleted theirs, as pytest's monkeypatch does.
     before, _tag = getattr(config, "cache_key_tag", "").removesuffix(_tag), f" twinop {digest}"
     config.cache_key_tag = before + _tag
-
-
-def _help(record: OpSpec) -> Iterator[str]:
-    yield f"Dtypes: {record.dtypes}."
-    yield from (f"Returns {output}, the new {name}." for output, name in record.written.items())
-    limits = [f"{name} {word} {value}" for name, word, value in record.limits if word != "in"]
-    limits += [f"{name} in {' | '.join(map(str, values))}" for name, values in record.choices.items()]
-    yield from [f"Limits: {'; '.join(limits)}."] if limits else []
-    if record.is_elementwise:
-        yield "Views with any strides are read where they are."
-    elif record.rows:
-        yield "Rows at one distance from each other are read where they are; other views are copied."
-    else:
-        yield "Views that are not contiguous are copied."
-    if record.broadcasts:
-        yield "The inputs broadcast; one may be a Python number."
 
 
 def _are_transforms_active_but_vmap() -> bool:
