@@ -53,8 +53,6 @@ def twin():
     return Net(meaning).double()
 """
 ONE = "return self.norm(self.op(self.linear(x){given}))"
-TWO = """y, total = self.op(self.linear(x){given})
-        return self.norm(y), total"""
 
 MISH = """const T t = Tanh(Softplus(x));
     return grad_y * Fma(x * Sigmoid(x), (T(1) - t) * (T(1) + t), t);"""
@@ -156,8 +154,7 @@ def kernel(user: User) -> None:
     user.makes("scaled", "kernel")
     library = user.builds()
     user.tests()
-    meaning = "(y := scale * x), y.sum().reshape(1)"
-    user.writes(model=net("scaled", meaning, TWO, ", scale=0.02", ", scale"))
+    user.writes(model=net("scaled", "scale * x", given=", scale=0.02", attributes=", scale"))
     user.trains()
     deploys(user, exports(user, "scaled::CustomScaled", library), library, in_hurry=True)
     if user.has_time:
@@ -167,12 +164,14 @@ def kernel(user: User) -> None:
 
 def triton(user: User) -> None:
     pytest.importorskip("triton", reason="kernels in Python need it")
-    user.makes("twice", "triton")
+    user.folder = user.folder / "square"
+    user.folder.mkdir()
+    user.writes(square=(ROOT / "examples/triton/square.py").read_text())
     library = user.builds()
     user.tests()
-    user.writes(model=net("twice", "x.square()"))
+    user.writes(model=net("square", "x.square()"))
     user.trains()
-    deploys(user, exports(user, "twice::CustomTwice", library), library, in_hurry=True)
+    deploys(user, exports(user, "square::CustomSquare", library), library, in_hurry=True)
 
 
 def stock_file(user: User) -> None:

@@ -15,14 +15,14 @@ from .cache import writing
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-Kind = Literal["elementwise", "rowwise", "kernel", "triton"]
+Kind = Literal["elementwise", "rowwise", "kernel"]
 """What kind of op a project starts with: a folder of templates."""
 
 
 def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = None) -> Path:
     """Writes a project into a folder of its name: the op's header and Python file, a test, pyproject.toml.
 
-    An op in Triton has no header. BuildError: the folder already exists, or cannot be written. TwinopError:
+    BuildError: the folder already exists, or cannot be written. TwinopError:
     the name cannot be that of an op and its domain.
     """
     check_project_name(name)
@@ -30,8 +30,6 @@ def create_project(name: str, kind: Kind = "elementwise", parent: Path | None = 
     if folder.exists():
         raise BuildError(f"{folder} already exists. Choose another name, or another folder to start from")
     words = {"my_op": name, "MyOp": "".join(word[:1].upper() + word[1:] for word in name.split("_"))}
-    if kind == "triton":
-        words = {"my_op.h": f"{name}.py"} | words
     with writing(folder, "start from another folder"):
         if not folder.parent.exists():  # a file in its place is no directory
             folder.parent.mkdir(parents=True)
@@ -51,7 +49,7 @@ def new(
         Kind,
         typer.Option(
             help="elementwise: a functor of one element; rowwise: sums over rows; kernel: a launcher and "
-            "CUDA kernels of your own; triton: a kernel in Triton, in the Python file."
+            "CUDA kernels of your own."
         ),
     ] = "elementwise",
 ) -> None:
