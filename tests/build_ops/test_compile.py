@@ -2,13 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from abi_files import in_torch
 from build_files import tiny
 
 import twinop
-from twinop.building import compile_source
+from twinop.building import builder, compile_source
 from twinop.building.project import Options
 from twinop.errors import BuildError
 
@@ -90,7 +91,14 @@ def test_texts_of_no_op(source: str, name: str | None, message: str, monkeypatch
 
 
 def test_a_text_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not built again, unless a file that it includes has changed."""
+    """It is not compiled again, unless a file that it includes has changed."""
+    builds = list[builder.Built]()
+
+    def build(*arguments: Any) -> builder.Built:
+        builds.append(builder.build(*arguments))
+        return builds[-1]
+
+    monkeypatch.setattr(compile_source, "build", build)
     (tmp_path / "factor.h").write_text("#define FOUR 4\n")
     source = tiny(factor="FOUR").replace("FOUR * grad", "4 * grad")
     source = f'#include "{tmp_path}/factor.h"\n{source}'
@@ -100,8 +108,6 @@ def test_a_text_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return compile_source._library(source, "times", "times", Options(cpu=True)).read_bytes()
 
     first = found()
-    with monkeypatch.context() as patch:
-        patch.delattr(compile_source, "build")
-        assert found() == first
+    assert builds[-1].compiled and found() == first and not builds[-1].compiled
     (tmp_path / "factor.h").write_text("#define FOUR 5\n")
     assert found() != first

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BuildError
-from ..libraries.built import changed_since, mark
-from ..libraries.library import get_include
 from ..record.body_registry import BODIES, Body, DefaultInput
 from ..record.op_spec import key_of
 from .builder import build
 from .cache import cache_folder, digest, write
 from .project import Options, find_project, op_names
-from .toolchain import compiler_command, find_installation, identity, nvcc_path
 
 if TYPE_CHECKING:
     from twinop.torch_op import Ops
@@ -50,8 +47,8 @@ def compile(
         y = mish(x)                                 # = torch.ops.mish.mish(x)
         twinop.export.export(net, (x,), "net.onnx", library=mish.library_path)
 
-    The library is kept in the cache (`~/.cache/twinop`, or $TWINOP_CACHE) by its content, so that the same
-    text is built once. Edited text gives a new op, which takes the name: torch.ops.<domain> and the exporters
+    The library is kept in the cache (`~/.cache/twinop`, or $TWINOP_CACHE), so that the same text is compiled
+    once. Edited text gives a new op, which takes the name: torch.ops.<domain> and the exporters
     mean the op that was compiled last. torch's dispatcher cannot redefine an op that compiled graphs or
     autograd graphs may hold. Therefore each text has a namespace of its own in the dispatcher,
     `<domain>_<hash>`, and torch.ops.<domain> is an alias of the newest. Older ops keep working, and caches
@@ -87,27 +84,17 @@ def compile(
     library = _library(source, name, domain, options)
     from twinop import torch_op  # behind a compiler's errors, because torch takes seconds to import
 
-    ops = torch_op.load(library, f"{domain.replace('.', '_')}_{library.parent.name[:12]}")
+    ops = torch_op.load(library, f"{domain.replace('.', '_')}_{library.parents[1].name[:12]}")
     _set_body(name, domain, body, defaults)
     return CompiledOp(name, ops, library)
 
 
 @cache
 def _library(source: str, name: str, domain: str, options: Options) -> Path:
-    programs = [*compiler_command()[1], *filter(None, [nvcc_path()])]
-    key = digest(source, name, domain, asdict(options), identity(programs), _own_files())
-    file = cache_folder() / "sources" / key / f"{name}.h"
-    library = cache_folder() / "libraries" / key / f"lib{name}.so"
-    if mark(library).is_file() and not changed_since(library):
-        return library
-    write(file, source.encode())
-    return build(find_project([file], name, domain), library, options).library.path
-
-
-def _own_files() -> list[tuple[str, int, int]]:
-    """Returns what changes when twinop's headers, or the files that libraries link, do."""
-    files = [*find_installation().glob("libtwinop_*.a"), *Path(get_include(), "twinop").rglob("*.*h")]
-    return sorted((str(file), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
+    folder = cache_folder() / "sources" / digest(source, name, domain, asdict(options))
+    write(folder / f"{name}.h", source.encode())
+    project = find_project([folder / f"{name}.h"], name, domain)
+    return build(project, folder / "build" / f"lib{name}.so", options).library.path
 
 
 _FROM_HERE: set[str] = set()
