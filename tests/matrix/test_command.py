@@ -161,19 +161,19 @@ def test_targets_that_are_none(arguments: list[str], message: str, tmp_path: Pat
 
 
 def test_a_test_that_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
-    """It is one message with the call, behind the failures before it."""
+    """It is one message with the call."""
 
     def ends() -> int:
-        child.note(test="test_results.py::test_bits[bad]", failures=["test_b: 1 != 2"])
-        child.note_call("mine::bad(x: float32[3, 0]), cpu")
+        child.note("mine::bad(x: float32[3, 0]), cpu")
         faulthandler.disable()
         os.kill(os.getpid(), signal.SIGSEGV)
         return 0
 
     assert child.run(ends) == 1
     said = capfd.readouterr().err
-    assert said.startswith("\ntest_b: 1 != 2\n\nerror: mine::bad(x: float32[3, 0]), cpu ended with SIGSEGV")
-    assert "in test_results.py::test_bits[bad]. The kernel reads or writes where no tensor is" in said
+    assert said.startswith(
+        "\nerror: mine::bad(x: float32[3, 0]), cpu ended with SIGSEGV. The kernel reads or"
+    )
     assert child.run(lambda: 5) == 5
 
 
@@ -185,7 +185,7 @@ def test_a_kernel_that_crashes(tmp_path: Path) -> None:
     assert twinop("build", "empty.h", "--cpu", cwd=tmp_path).returncode == 0
     code, said = twinop_test(tmp_path)
     assert code == 1, said
-    ends = re.findall(r"^error: empty::empty\(x: float32\[.*\]\), cpu ended with SIGSEGV in ", said, re.M)
+    ends = re.findall(r"^error: empty::empty\(x: float32\[.*\]\), cpu in .* ended with SIGSEGV", said, re.M)
     assert len(ends) == 1
     assert "Fatal Python error" not in said and "Traceback" not in said and "DEBUG" not in said
 

@@ -31,15 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    child.note_call("")
-    child.note(test=item.nodeid)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keeps the failures, which are told if a later test ends the process."""
-    if report.failed:
-        before = child.running().get("failures", [])
-        child.note(failures=[*before, f"{report.nodeid}: {report.longreprtext}"[:2000]])
+    child.note(item.nodeid)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,6 +4,7 @@ Where the record does not say what inputs fit, the function `samples` of the op'
 """
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,7 +93,7 @@ def called(record: OpSpec, sample: Sample) -> str:
 def _note(record: OpSpec, sample: Sample) -> None:
     """Keeps the call, for the message if it ends the process."""
     if child.is_watched():
-        child.note_call(called(record, sample))
+        child.note(f"{called(record, sample)} in {os.environ.get('PYTEST_CURRENT_TEST')}")
 
 
 # ---------------------------------------------------------------------------- what the record says
