@@ -4,10 +4,8 @@ Triton's own compiler and its cache are used, with the cache in twinop's cache f
 its source and that of all functions that it calls, types, options, the architecture, and Triton's version.
 """
 
-import functools
 import os
 import re
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -90,19 +88,11 @@ def compile_kernels(
     kernel that does not compile for it, such as one with clusters, has no PTX. With `check_ptx`, ptxas, which
     takes a third of the time, tells if the PTX is valid for its target.
 
-    Returns for each source the kernel, or why it does not compile: Triton refuses it, or it needs more shared
-    memory than one of the architectures has. BuildError: this Triton does not know an architecture.
+    Returns for each source the kernel, or why it does not compile: Triton or ptxas refuses it, or it needs
+    more shared memory than one of the architectures has.
     """
     if not sources:
         return []
-    known = _known_architectures()
-    if unknown := [arch for arch in archs if arch not in known]:
-        import triton
-
-        raise BuildError(
-            f"compute capability {unknown[0]}: Triton {triton.__version__} does not know it; it knows "
-            + ", ".join(map(str, known))
-        )
     portable = max((arch for arch in archs if arch <= _LAST_PORTABLE), default=_LAST_PORTABLE)
     with _settings(), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = [_run(pool, sources, arch) for arch in archs]
@@ -213,19 +203,6 @@ def _run(pool: ThreadPoolExecutor, sources: Sequence[Source], arch: int, **optio
 def _without_comments(ptx: str) -> bytes:
     lines = (re.sub(r"//.*", "", line).strip() for line in ptx.splitlines())
     return "\n".join(line for line in lines if line).encode()
-
-
-@functools.cache
-def _known_architectures() -> list[int]:
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    known: set[int] = set()
-    for arch in (80, 100):  # Triton has a ptxas of its own for newer GPUs
-        text = subprocess.run(
-            [get_ptxas(arch).path, "--help"], capture_output=True, text=True, check=True
-        ).stdout
-        known.update(int(number) for number in re.findall(r"'sm_(\d+)'", text))
-    return sorted(number for number in known if number >= 75)
 
 
 def _check_memory(source: Source, arch: int, made: Any) -> None:
