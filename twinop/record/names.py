@@ -10,14 +10,6 @@ from .op_spec import DOMAIN
 BUILT_IN = re.compile(r"(ai\.onnx|com\.microsoft|com\.ms|org\.pytorch)(\..*)?")
 """The domains of ONNX and ONNX Runtime, and their subdomains."""
 
-_CPP = """
-alignas alignof asm auto bool case catch char const constexpr const_cast decltype default delete do double
-dynamic_cast enum explicit export extern float friend goto inline int long mutable namespace new noexcept
-nullptr operator private protected public register reinterpret_cast short signed sizeof static static_assert
-static_cast struct switch template this thread_local throw typedef typeid typename union unsigned using
-virtual void volatile wchar_t
-"""
-
 _TORCH = {"aten": "torch's own operators", "prim": "torch's primitive operators"}
 
 
@@ -62,12 +54,11 @@ def check_project_name(name: str) -> None:
 
 
 def refuse_keyword(what: str, name: str) -> None:
-    """Raises TwinopError if a name is a keyword of Python, or that of an op one of C++."""
-    for language, words in (("Python", keyword.kwlist), ("C++", _CPP.split() if what == "op name" else [])):
-        if name in words:
-            raise TwinopError(
-                f"{what} {name}: a keyword of {language}. Choose another name, such as my_{name.lower()}"
-            )
+    """Raises TwinopError if a name is a keyword of Python."""
+    if keyword.iskeyword(name):
+        raise TwinopError(
+            f"{what} {name}: a keyword of Python. Choose another name, such as my_{name.lower()}"
+        )
 
 
 def _is_identifier(name: str) -> bool:

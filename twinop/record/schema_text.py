@@ -23,8 +23,6 @@ _LIMIT = re.compile(
 _NUMBERS = {"int": r"-?\d+", "float": r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"}
 _ARITIES = {"len": 1, "numel": 1, "broadcast": 2}
 _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//"}
-_LONGEST = 47  # characters of a name
-_MOST = {"arguments": 16, "outputs": 8}
 
 
 def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
@@ -39,34 +37,25 @@ def record_of(schema: str, domain: str, **texts: str) -> OpSpec:
     name, arguments, results = found.groups()
     inputs: list[Input] = []
     attributes: list[Attribute] = []
-    written = list[str]()
     for text in _arguments(arguments):
         kind, argument, default = _parse_argument(schema, text)
         if kind.startswith("Tensor"):
             if attributes:
                 raise _error(schema, "tensors come before attributes")
             inputs.append(Input(argument, kind == "Tensor?", kind.endswith("!)")))
-            written += [kind] * inputs[-1].written
         else:
             attributes.append(Attribute(argument, kind, default))
-    if len({*written}) < len(written):
-        raise _error(schema, "each Tensor(a!) has a letter of its own")
     outputs = _outputs(schema, results) + tuple(f"{entry.name}_out" for entry in inputs if entry.written)
     if not outputs:
         raise _error(schema, "an op that returns nothing writes an input: Tensor(a!) cache")
     if not inputs:
         raise _error(schema, "an op needs at least one Tensor")
-    for what, count in (("arguments", len(inputs) + len(attributes)), ("outputs", len(outputs))):
-        if count > _MOST[what]:
-            raise _error(schema, f"it has {count} {what}; an op has at most {_MOST[what]}")
     names = [entry.name for entry in inputs] + [entry.name for entry in attributes]
     if outputs[0] == "y" and "y" in names and results == "Tensor":  # the output has no name of the user's
         schema, outputs = f"{schema.rstrip()} out", ("out", *outputs[1:])
     names += outputs
     if repeated := next((each for each in names if names.count(each) > 1), None):
         raise _error(schema, f"{repeated} names two things")
-    if longest := next((each for each in (name, *names) if len(each) > _LONGEST), None):
-        raise _error(schema, f"the name {longest} has more than {_LONGEST} characters")
     writes = {f"{entry.name}_out": entry.name for entry in inputs if entry.written}
     dtypes = texts.get("dtypes", "float32; float16; bfloat16; float64")
     memory = entries(texts.get("memory", ""))
