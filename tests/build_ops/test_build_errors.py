@@ -85,11 +85,6 @@ def test_what_a_project_says(header: Path) -> None:
     assert folder.name == re.sub(r"\W", "_", header.parent.name)
 
 
-def test_a_sanitizer_that_there_is_not(header: Path) -> None:
-    with pytest.raises(BuildError, match="--sanitize thread: expected address or undefined, or both"):
-        build(find_project([header]), options=Options(cpu=True, sanitize="thread"))
-
-
 @pytest.mark.parametrize(
     ("said", "message"),
     [

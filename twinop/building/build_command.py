@@ -48,9 +48,6 @@ def build(
     debug: Annotated[
         bool, typer.Option("--debug", help="No optimization on the host, symbols, assertions.")
     ] = False,
-    sanitize: Annotated[
-        str, typer.Option(help="Sanitizers of the host's code: address, undefined, or address,undefined.")
-    ] = "",
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show all that a compiler says of an error.")
     ] = False,
@@ -59,8 +56,9 @@ def build(
 
     Needs a C++ compiler (CXX, c++), CMake and ninja (twinop[build]) and, for CUDA kernels in C++, nvcc
     (CUDACXX, PATH, CUDA_HOME). Ops with kernels in Python become a C++ file beside the library,
-    build/<name>.generated.cpp. Compiles what changed, with ccache where it is installed. CMake's files lie
-    beside a library in build/, else in ~/.cache/twinop, or $TWINOP_CACHE.
+    build/<name>.generated.cpp. CXXFLAGS, CUDAFLAGS and LDFLAGS add options, such as -fsanitize=address.
+    Compiles what changed, with ccache where it is installed. CMake's files lie beside a library in build/,
+    else in ~/.cache/twinop, or $TWINOP_CACHE.
 
     Examples:
 
@@ -77,7 +75,7 @@ def build(
     begin = time.monotonic()
     with clear_errors():
         project = find_project(sources or (), name, domain)
-        options = Options(archs, cpu, debug, sanitize)
+        options = Options(archs, cpu, debug)
         with err.status("building") as shown:
             target = output or Path("build") / f"lib{project.name}.so"
             try:
@@ -93,5 +91,3 @@ def build(
     steps = len(built.compiled)
     done = f"{steps} step{'s' * (steps > 1)}" if steps else "nothing to do"
     out.print(f"{built.library.path}: {done}, {time.monotonic() - begin:.1f} s", soft_wrap=True)
-    if "address" in sanitize:
-        out.print("run it with LD_PRELOAD=$(c++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0")

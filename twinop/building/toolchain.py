@@ -115,11 +115,10 @@ def find_tool(name: str) -> str:
     )
 
 
-def refuse_old_tools(ninja: str, cuda: bool) -> None:
-    """Raises BuildError if a compiler is too old, or ninja: it misses what changes while it is compiled."""
+def refuse_old_tools(ninja: str) -> None:
+    """Raises BuildError if the compiler is too old (CMake looks at nvcc's version), or ninja: it misses what
+    changes while it is compiled."""
     find_compiler()
-    if cuda:
-        find_nvcc()
     version = _run([ninja, "--version"]).strip()
     if version_numbers(version) < (1, 11):
         raise BuildError(f"{ninja} is ninja {version}; expected 1.11 or later: pip install 'twinop[build]'")

@@ -68,7 +68,7 @@ def compile_library(
         '${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES}")',
     ]
     ninja = _Ninja(tree, files, progress)
-    ninja.configure("\n".join(lines) + "\n", cuda)
+    ninja.configure("\n".join(lines) + "\n")
     known, since = ninja.kept()
     read = {path: file_hash(path) for path in known}
     if any(read[path] != known[path] and os.stat(path).st_mtime_ns <= since for path in read if read[path]):
@@ -109,7 +109,7 @@ def _settings(tree: Path, options: Options, nvcc: str | None) -> list[str]:
         f"set(TWINOP_LIBRARY_DIR {_quoted(find_installation())})",
         *(cuda if nvcc else ["set(TWINOP_WITH_CUDA OFF)"]),
         "project(twinop_build LANGUAGES CXX)",
-        *options.of_cmake(),
+        f"set(CMAKE_BUILD_TYPE {'Debug' if options.debug else 'Release'})",
     ]
 
 
@@ -124,14 +124,14 @@ class _Ninja:
         # diagnostics.py reads what compilers say.
         self._environment = os.environ | {"LANGUAGE": "en", "NINJA_STATUS": "[%f/%t] "}
 
-    def configure(self, lists: str, cuda: bool) -> None:
+    def configure(self, lists: str) -> None:
         """Lets CMake configure the folder. When it has done so with the same tools, ninja sees to it."""
         file = self.tree / "CMakeLists.txt"
         before = file.read_text().partition("\n")[0] if file.is_file() else ""
         if before == lists.partition("\n")[0] and (self.folder / "build.ninja").is_file():
             write(file, lists.encode())
             return
-        refuse_old_tools(self._program, cuda)
+        refuse_old_tools(self._program)
         self.progress("configuring")
         with writing(self.folder):
             if self.folder.exists():
