@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +36,10 @@ from twinop.record.dtypes import to_tensor
 
 _MANY = 40  # in larger models built-in nodes are counted instead of listed
 _DYNAMIC_SIZE = 4
+_OTHER_SIZES = [
+    (batch, length, step) for batch, length in ((3, 7), (1, 13), (2, 64), (1, 224)) for step in (2, 0)
+]
+"""To try: of the batch, of the first length, and by how much the length of the next name is larger."""
 
 
 def main(
@@ -59,7 +64,9 @@ def main(
     ] = False,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="Sizes of an input, such as x=2,3. Default: dynamic sizes are 4."),
+        typer.Option(
+            help="Sizes of an input, such as x=2,3. Default: dynamic sizes are 4, or others that fit."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the random inputs.")] = 0,
     timeout: Timeout = 600,
@@ -85,7 +92,7 @@ def main(
 
 
 def _run(path: Path, provider: str, *given: Any) -> bool:
-    libraries, where, feeds, outputs, ran = SERVER.run(_open_and_run, path, provider, *given)
+    libraries, where, feeds, outputs, ran, refused = SERVER.run(_open_and_run, path, provider, *given)
     model = observed(onnx.load(path, "protobuf", load_external_data=False))
     used = in_use(libraries, {node.node_type for node in custom_nodes(model)})
     texts = [f"{each.path} (twinop {each.version}, GPU code: {each.cuda_archs})" for each in used]
@@ -95,6 +102,8 @@ def _run(path: Path, provider: str, *given: Any) -> bool:
         if unused not in used:
             print_note(f"--library {unused.path}: no node of the model uses it ({unused.domain})")
     out.print(f"runs on {where}")
+    if refused:
+        print_note(f"dynamic sizes of {_DYNAMIC_SIZE} do not fit ({refused}): the model ran with other sizes")
     out.print(_node_table(model, ran))
     for name, value in outputs.items():
         out.print(f"output {name}: {_described(value)}", markup=False, soft_wrap=True)
@@ -116,18 +125,35 @@ def _run(path: Path, provider: str, *given: Any) -> bool:
 def _open_and_run(
     path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
 ) -> Iterator[Any]:
-    """Yields libraries, device, inputs, outputs and the nodes' runs."""
+    """Yields libraries, device, inputs, outputs, the nodes' runs, and why sizes are others."""
     opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
     yield opened.libraries
     yield f"{opened.device} ({opened.reason})"
-    feeds = _random_feeds(opened, _parse_shapes(shapes, opened), seed)
-    yield feeds
+    feeds, refused = _random_feeds(opened, _parse_shapes(shapes, opened), seed), ""
     try:
-        yield opened.run(feeds)
+        outputs = opened.run(feeds)
     except (RunError, FeedError) as error:
-        given = ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
-        raise RunError(f"{error} (inputs: {given}; --shape gives others)") from error
+        found = None if shapes else _fitting(opened, seed)
+        if found is None:
+            raise
+        feeds, outputs, refused = *found, str(error)
+    yield feeds
+    yield outputs
     yield opened.executed_on(custom_only=False)
+    yield refused
+
+
+def _fitting(opened: Session, seed: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Returns inputs of other sizes that the model takes, and its outputs; None if none were found."""
+    axes = dict[str, int]()
+    for spec in opened.inputs.values():
+        for axis, dim in enumerate(spec.shape or ()):
+            axes.setdefault(dim, axis) if isinstance(dim, str) else None
+    for batch, length, step in _OTHER_SIZES:
+        feeds = _random_feeds(opened, {}, seed, sizes_of(axes, batch, length, step, {}))
+        with suppress(RunError, FeedError):
+            return feeds, opened.run(feeds)
+    return None
 
 
 def _described(value: Any) -> str:
@@ -196,12 +222,12 @@ def _parse_shapes(texts: list[str], opened: Session) -> dict[str, tuple[int, ...
     return shapes
 
 
-def _random_feeds(opened: Session, shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
-    """Draws the inputs. Dynamic dimensions of one name get one size, those that are sums get the sum."""
+def _random_feeds(
+    opened: Session, shapes: dict[str, tuple[int, ...]], seed: int, known: Mapping[str, int] | None = None
+) -> dict[str, np.ndarray]:
+    """Draws the inputs. Dynamic dimensions of one name get one size, which may be known."""
     random = np.random.default_rng(seed)
-    dims = ((dim, axis) for spec in opened.inputs.values() for axis, dim in enumerate(spec.shape or ()))
-    axes = {dim: axis for dim, axis in dims if isinstance(dim, str)}
-    sizes = sizes_of(axes, _DYNAMIC_SIZE, _DYNAMIC_SIZE, fixed=named_sizes(opened.inputs, shapes))
+    sizes = {**named_sizes(opened.inputs, shapes), **(known or {})}
     feeds = {}
     for spec in opened.inputs.values():
         if spec.name not in shapes and spec not in opened.required:
