@@ -119,11 +119,9 @@ def _covering(
             return library
     if owned:
         spread = "; ".join(f"{op} is in {library.path.name}" for op, library in owned.items())
-        ops = " ".join(f"twinop_op_{library.by_onnx_name[op].name}" for op, library in owned.items())
         raise LibraryError(
             f"{model.name} needs ops of several libraries: {spread}. ONNX Runtime takes one library per "
-            "domain and session. Link them into one, in CMake: "
-            f"twinop_add_library(my_ops DOMAIN {domain} OPS {ops}), and name it ({option('library')})"
+            f"domain and session. Link them into one (twinop_add_library), and name it ({option('library')})"
         )
     return None
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import importlib.metadata
 import importlib.util
 import io
 import os
@@ -108,16 +107,6 @@ def runtime_has_cuda() -> bool:
     return CUDA in onnxruntime.get_available_providers() or "cuda-plugin-ep=" in built_with
 
 
-def installed_wheels() -> list[str]:
-    """Returns the names of the installed ONNX Runtime wheels. Two of them overwrite each other's files."""
-    found = []
-    for name in ("onnxruntime", "onnxruntime-gpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            importlib.metadata.distribution(name)
-            found.append(name)
-    return found
-
-
 def missing_libraries() -> list[str]:
     """Returns the shared libraries that the CUDA provider needs and the loader does not find."""
     import onnxruntime
@@ -161,10 +150,9 @@ def unavailable_reasons(device: int, libraries: Sequence[Library]) -> list[str]:
     """Returns every reason why CUDA cannot be used on a device, with what to do about it."""
     found = _driver_reasons(device)
     if not runtime_has_cuda():
-        wheels = " and ".join(installed_wheels())
         found.append(
-            f"this ONNX Runtime has no CUDA provider (the installed wheel is {wheels or 'unknown'}). "
-            "pip uninstall onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
+            "this ONNX Runtime has no CUDA provider: it is the wheel for CPUs, or that one overwrote files "
+            "of the other. pip uninstall onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
         )
     elif not found:
         preload()

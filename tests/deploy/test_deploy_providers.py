@@ -22,7 +22,6 @@ WORKING: dict[str, Any] = {  # what the probes in cuda.py answer
     "driver_version": 13010,
     "device_count": (1, ""),
     "runtime_has_cuda": True,
-    "installed_wheels": ["onnxruntime-gpu"],
     "missing_libraries": [],
     "compute_capability": 90,
     "import_torch": None,
@@ -50,7 +49,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return pretend
 
 
-NO_CUDA: dict[str, Any] = {"runtime_has_cuda": False, "installed_wheels": ["onnxruntime"]}
+NO_CUDA: dict[str, Any] = {"runtime_has_cuda": False}
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no driver": ({"driver_version": None}, ["no NVIDIA driver: libcuda.so.1 cannot be loaded. "]),
     "no GPU": ({"device_count": (0, "")}, ["no NVIDIA GPU"]),
@@ -60,10 +59,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["the NVIDIA driver does not start: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH. Check with nvidia-smi"],
     ),
     "CPU wheel": (NO_CUDA, ["pip uninstall onnxruntime onnxruntime-gpu, then pip install"]),
-    "both wheels": (
-        {"runtime_has_cuda": False, "installed_wheels": ["onnxruntime", "onnxruntime-gpu"]},
-        ["the installed wheel is onnxruntime and onnxruntime-gpu). pip uninstall onnxruntime"],
-    ),
     "missing libraries": (
         {"missing_libraries": ["libcublasLt.so.13", "libcurand.so.10"]},
         [
@@ -78,7 +73,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "everything": (
         NO_CUDA | {"driver_version": None, "archs": "none"},
-        ["no NVIDIA driver", "wheel is onnxruntime", "was built without CUDA"],
+        ["no NVIDIA driver", "has no CUDA provider", "was built without CUDA"],
     ),
 }
 
