@@ -62,7 +62,6 @@ def test_what_cannot_be_built(header: Path, sources: list[str], name: Any, domai
         ('[tool.twinop]\nsource = ["times.h"]', "[tool.twinop] has source = ['times.h']; expected some of"),
         ('[tool.twinop]\nsources = "times.h"', "[tool.twinop] has sources = 'times.h'; expected some of"),
         ('[tool.twinop]\nsources = ["a.h"]', "names the source"),
-        ("[tool.twinop]\ndomain_version = 0", "has domain_version = 0; expected some of"),
     ],
 )
 def test_a_broken_pyproject(header: Path, text: str, message: str) -> None:
@@ -72,10 +71,10 @@ def test_a_broken_pyproject(header: Path, text: str, message: str) -> None:
 
 
 def test_what_a_project_says(header: Path) -> None:
-    settings = '[tool.twinop]\nsources = ["times.h"]\ndomain = "my.ops"\ndomain_version = 3\n'
+    settings = '[tool.twinop]\nsources = ["times.h"]\ndomain = "my.ops"\n'
     (header.parent / "pyproject.toml").write_text(f'[project]\nname = "my-ops"\n{settings}')
     found = find_project([header.parent])
-    assert (found.name, found.domain, found.domain_version) == ("my_ops", "my.ops", 3)
+    assert (found.name, found.domain) == ("my_ops", "my.ops")
     assert find_project([header.parent], "other", "other.ops").domain == "other.ops"
     assert find_project([header, header], "two").domain == "two"
     (header.parent / "pyproject.toml").unlink()

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..building.cache import write
 from ..errors import BuildError
-from ..record.op_spec import OpSpec
+from ..record.op_spec import DOMAIN_VERSION, OpSpec
 from .expression import FUNCTIONS, Expression
 from .plan import ZERO, Contents, DeviceOp, Fill, Kernel, Launch, Plan, Pointer, Scalar, Variant
 
@@ -106,7 +106,7 @@ class _Source:
             *self._ops,
             "}  // namespace twinop",
             "",
-            f"TWINOP_LIBRARY({_literal(contents.domain)}, {contents.domain_version})",
+            f"TWINOP_LIBRARY({_literal(contents.domain)}, {DOMAIN_VERSION})",
         ]
         return "\n".join(lines) + "\n"
 

@@ -141,5 +141,4 @@ class Contents:
     ops: tuple[DeviceOp, ...]
     kernels: tuple[Kernel, ...]
     cuda_archs: str  # what the kernels were compiled for, "80,90,120-virtual"
-    domain_version: int = 1
     source: str = ""  # a hash of the source, by which Python sees that a library is outdated

@@ -14,7 +14,7 @@ _OPS = re.compile(r"\bTWINOP_(OP|CPU_OP|CUDA_OP|ELEMENTWISE|ROWWISE|UNARY)\s*\(\
 _KERNEL_OPS = re.compile(r"^@(?:twinop\.)?triton_op\(", re.MULTILINE)
 OBJECTS = (".o", ".a")
 _SUFFIXES = (".h", ".hpp", ".cuh", ".cu", ".cpp", ".cc")
-_SETTINGS = {"name": str, "sources": list, "domain": str, "domain_version": int}  # of [tool.twinop]
+_SETTINGS = {"name": str, "sources": list, "domain": str}  # of [tool.twinop]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class Project:
     name: str
     domain: str
     sources: tuple[Source, ...]
-    domain_version: int = 1
     modules: tuple[Path, ...] = ()
     """Python files with kernels."""
     objects: tuple[Path, ...] = ()
@@ -111,7 +110,7 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
             "TWINOP_ROWWISE or TWINOP_OP, or a Python file with @twinop.triton_op; `twinop new mish` makes "
             "one. An object file needs such a header beside it (twinop/tvm_ffi.h)"
         )
-    return Project(name, domain, sources, settings.get("domain_version", 1), modules, objects)
+    return Project(name, domain, sources, modules, objects)
 
 
 def _declares_kernels(path: Path) -> bool:
@@ -161,11 +160,10 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise BuildError(f"{file}: does not parse: {error}") from error
     settings = content.get("tool", {}).get("twinop", {})
     for key, value in settings.items():
-        is_wrong = key == "domain_version" and value not in range(1, 2**31)
-        if is_wrong or type(value) is not _SETTINGS.get(key):
+        if type(value) is not _SETTINGS.get(key):
             raise BuildError(
-                f"{file}: [tool.twinop] has {key} = {value!r}; expected some of name, domain (texts), "
-                "sources (a list of files) and domain_version (a number from 1 on)"
+                f"{file}: [tool.twinop] has {key} = {value!r}; expected some of name, domain (texts) "
+                "and sources (a list of files)"
             )
     name = content.get("project", {}).get("name")
     return ({"name": _identifier(name)} if isinstance(name, str) else {}) | settings

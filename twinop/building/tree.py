@@ -60,7 +60,7 @@ def compile_library(
     lines = [
         *_settings(tree, options, nvcc_path() if cuda and not options.cpu else None),
         f"find_package(twinop REQUIRED NO_DEFAULT_PATH PATHS {_quoted(get_cmake_dir())})",
-        f"twinop_add_library({project.name} DOMAIN {project.domain} DOMAIN_VERSION {project.domain_version}",
+        f"twinop_add_library({project.name} DOMAIN {project.domain}",
         *(["NO_TABLE"] if project.modules else []),
         *map(_quoted, files),
         ")",

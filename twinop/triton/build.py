@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def make_contents(project: Project, archs: Sequence[int], ptx: bool) -> tuple[Co
     one of another domain, or one whose name is taken; a launcher cannot be traced, a kernel not be compiled.
     TwinopError: a file cannot be imported.
     """
-    files, domain, version = project.modules, project.domain, project.domain_version
+    files, domain = project.modules, project.domain
     ops = [op for file in files for op in _declared_in(file)]
     places = {name: source.path.name for source in project.sources for _, name in source.ops}
     for op in ops:
@@ -42,7 +41,7 @@ def make_contents(project: Project, archs: Sequence[int], ptx: bool) -> tuple[Co
                 "different names"
             )
         places[op.name] = op.place
-    traced = [_traced(op, version, (*archs, *[_FUTURE] * ptx)) for op in ops]
+    traced = [_traced(op, (*archs, *[_FUTURE] * ptx)) for op in ops]
     plans, kernels = compile_plans([plan for each in traced for plan in each.plans], archs, ptx=ptx)
     if not kernels:
         raise BuildError(f"{ops[0].place}: {ops[0].name} launches no kernel")
@@ -57,7 +56,7 @@ def make_contents(project: Project, archs: Sequence[int], ptx: bool) -> tuple[Co
         {f"{image.arch}-virtual" for kernel in kernels for image in kernel.images if image.is_ptx}
     )
     said = ",".join(targets)
-    return Contents(domain, tuple(found), tuple(kernels), said, version, describe_source(files)), notes
+    return Contents(domain, tuple(found), tuple(kernels), said, describe_source(files)), notes
 
 
 def _declared_in(file: Path) -> list[KernelOp]:
@@ -71,13 +70,12 @@ def _declared_in(file: Path) -> list[KernelOp]:
     return ops
 
 
-def _traced(op: KernelOp, domain_version: int, archs: Sequence[int]) -> TracedOp:
+def _traced(op: KernelOp, archs: Sequence[int]) -> TracedOp:
     dtype = op.record.combinations[0][op.record.inputs[0].name]
     samples = op.calls(dtype, SAMPLE_SIZES[0]) or []
     with FakeTensorMode():  # of the others, the shapes alone are needed
         samples += [call for size in SAMPLE_SIZES[1:] for call in op.calls(dtype, size) or []]
-    record = replace(op.record, domain_version=domain_version)
-    return trace(record, op.launcher, samples, archs)
+    return trace(op.record, op.launcher, samples, archs)
 
 
 # ---------------------------------------------------------------------------------------------- bodies
