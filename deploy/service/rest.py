@@ -136,7 +136,6 @@ class RestServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=settings.limit_concurrency,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
         self.config.load()

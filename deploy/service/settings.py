@@ -145,9 +145,6 @@ class ServerSettings(Section):
     body_seconds: _Seconds = Field(
         60.0, gt=0, description="time limit for a request's body to arrive, and for gRPC's handshake"
     )
-    limit_concurrency: int | None = Field(
-        None, gt=0, description="most HTTP connections, and requests; further ones get 503"
-    )
     maximum_concurrent_rpcs: int = Field(
         256, gt=0, le=_MOST, description="most gRPC calls; further ones get RESOURCE_EXHAUSTED"
     )
