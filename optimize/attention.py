@@ -121,7 +121,7 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     if context.may_differ(*((g.dims(each) or [None])[0] for each in (q, k))):  # as reshaped to heads
         raise g.Skipped("q and k of batches that may differ")
     bias, shown, causal = masks_of_scores(context, scores.masks, matmul, square=not context.may_differ(*rows))
-    lengths = _lengths(shown, matmul) if shown is not None and not causal else None
+    lengths = _lengths(context, shown, matmul) if shown is not None and not causal else None
     is_finite = all(known_of(each).is_finite or _chooses_finite(each) for each in scores.masks)
     guarded = bias if probabilities is not softmax.outputs[0] and not is_finite else None
     attributes: dict[str, int | float] = {"num_heads": q3.count, "scale": scale * on_q * on_k}
@@ -249,9 +249,16 @@ def _chooses_finite(mask: ir.Value) -> bool:
     return all(number is not None and math.isfinite(number) for number in numbers)
 
 
-def _lengths(shown: ir.Value, before: ir.Node) -> ir.Value:
-    """Returns the number of tokens of each sequence, int32[B], from a mask [B, T] of ones, then zeros."""
+def _lengths(context: g.RewriteContext, shown: ir.Value, before: ir.Node) -> ir.Value:
+    """Returns the number of tokens of each sequence, int32[B], from a mask [B, T] of ones, then zeros. Where
+    another input has T, too, a mask [B, 1] counts for all of them, as in the original."""
     wide = g.add(before, "Cast", [shown], {"to": ir.DataType.INT32})
+    tokens = (g.dims(shown) or [None])[-1]
+    inputs = [each for each in context.graph.inputs if each is not shown and tokens in (g.dims(each) or ())]
+    for other in inputs[: isinstance(tokens, str)]:
+        sizes = [g.int_constant(before, [1]), g.length(before, other, (g.dims(other) or []).index(tokens))]
+        whole = g.add(before, "Concat", sizes, {"axis": 0}, shape=[2])
+        wide = g.add(before, "Expand", [wide, whole], shape=g.dims(shown))
     return g.add(before, "ReduceSum", [wide, g.int_constant(before, [1])], {"keepdims": 0}, shape=[None])
 
 

@@ -87,10 +87,9 @@ def drop_slow(
         """Measures the result beside the file with fewer rewrites."""
         (folder := scratch / "measured").mkdir()
         other = write(less, folder)
-        pairs = (clock(result, other) for _ in range(2))
-        slow = [pair for pair in pairs if pair[0] > pair[1] * _SLOWER]
+        is_slow = all((times := clock(result, other))[0] > times[1] * _SLOWER for _ in range(2))
         shutil.rmtree(folder)
-        return f"slower here ({slow[1][0]:.3g} ms with it, {slow[1][1]:.3g} without)" if slow[1:] else ""
+        return f"slower here ({times[0]:.3g} ms with it, {times[1]:.3g} without)" if is_slow else ""
 
     try:
         before, now = found.times = tuple(clock(source, result))  # type: ignore[assignment]
@@ -98,7 +97,7 @@ def drop_slow(
             if time.monotonic() < stop:
                 progress(f"measuring without {name}")
                 found.slow[name] = why_slow([each for each in names if each != name])
-        if now > before * _SLOWER and time.monotonic() < stop and not any(found.slow.values()):
+        if names and now > before * _SLOWER and time.monotonic() < stop and not any(found.slow.values()):
             found.slow = dict.fromkeys(names, why_slow([]))
     except TwinopError as error:
         found.untimed = str(error).splitlines()[0]
