@@ -126,7 +126,7 @@ Spellings = dict[str, tuple[str, Counts, Counts]]
 
 
 def assert_fused(
-    spellings: Spellings, folder: Path, skipped: Counts | None = None, **constants: np.ndarray
+    spellings: Spellings, folder: Path, skipped: Any = None, **constants: np.ndarray
 ) -> dict[str, list[ir.Node]]:
     """Optimises graphs as one file for CUDA, without a rewrite that is reverted; returns the nodes of each.
 

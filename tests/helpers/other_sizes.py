@@ -19,7 +19,7 @@ def both(folder: Path, feeds: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     return found
 
 
-def assert_same(folder: Path, rtol: float = 2e-4, atol: float = 2e-5, **feeds: Any) -> None:
+def assert_same(folder: Path, rtol: Any = 2e-4, atol: Any = 2e-5, **feeds: Any) -> None:
     """Asserts that both return the same for arrays, or for random ones of a shape."""
     rng = np.random.default_rng(7)
     given = {

@@ -43,7 +43,7 @@ OPSET = 20  # of an export by default
 
 
 def _start(folder: Path) -> None:
-    command = [sys.executable, __file__, folder / "socket"]
+    command = [sys.executable, __file__, str(folder / "socket")]
     subprocess.Popen(command, start_new_session=True).returncode = 0  # it ends with the run
     while not (folder / "socket").exists():
         time.sleep(0.01)

@@ -257,7 +257,7 @@ def test_other_readers_of_the_sum(norm: str, tmp_path: Path) -> None:
     assert types(fast) == {"Neg": 2, "Abs": 1, norm: 1, ADDED[norm]: 1}  # the sum is made once
 
 
-APART = {
+LEFT = {
     "a bias": "s = Add (x, b) y = custom_domain.NORM (s, w) q = Neg (r)",
     "no weight": "s = Add (x, r) y = custom_domain.NORM (s)",
     "not the last dimension alone": "s = Add (x, r) y = custom_domain.NORM <axis=1> (s, square)",
@@ -265,7 +265,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize(("norm", "body"), [*zip([*ADDED] * 2, APART.values(), strict=True)], ids=[*APART])
+@pytest.mark.parametrize(("norm", "body"), [*zip([*ADDED] * 2, LEFT.values(), strict=True)], ids=[*LEFT])
 def test_what_stays_apart(norm: str, body: str, tmp_path: Path) -> None:
     _, made = optimized(normed(norm, body), tmp_path)
     assert nodes(made, norm) and not nodes(made, ADDED[norm])

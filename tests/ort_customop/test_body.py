@@ -167,7 +167,7 @@ def test_no_output_takes_the_memory_of_an_input(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1000, 2**18], ids=["whole", "in pieces"])
 def test_a_user_binds_an_output_to_the_memory_of_an_input(size: int, tmp_path: Path) -> None:
     record = RECORDS["double_and_sum"]
-    record = replace(record, is_elementwise=True, texts=record.texts | {"shapes": "doubled = x; total = x"})
+    record = replace(record, is_elementwise=True, texts={**record.texts, "shapes": "doubled = x; total = x"})
     nodes_of_body = "doubled = Add(x, x) zero = Sub(doubled, doubled) total = Add(x, zero)"
     body = BodyOp(record, {"b": wrapped(nodes_of_body, "CustomDoubleAndSum", "doubled, total")})
     values = dict.fromkeys(("doubled", "total"), ("float32", ("n",)))
