@@ -124,13 +124,11 @@ def triton_launches(recorder: Recorder) -> Iterator[None]:
 
     def run_tuned(autotuner: Any, *args: Any, **kwargs: Any) -> None:
         nargs = autotuner.nargs = dict(zip(autotuner.arg_names, args, strict=False))
-        named = {name: value for name, value in kwargs.items() if name in autotuner.arg_names}
         configurations = autotuner.configs
-        if autotuner.early_config_prune:
-            configurations = autotuner.early_config_prune(configurations, nargs, **named)
-        first = configurations[0]  # a build measures nothing
+        # A build measures nothing. Triton does not prune a single one.
+        [first, *_] = autotuner.prune_configs(kwargs) if len(configurations) > 1 else configurations
         if first.pre_hook is not None:
-            first.pre_hook({**nargs, **named, **first.all_kwargs()})
+            first.pre_hook({**nargs, **kwargs, **first.all_kwargs()})
         autotuner.fn.run(*args, **kwargs, **first.all_kwargs())
 
     next_power_of_2 = triton.next_power_of_2.fn
