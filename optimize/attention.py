@@ -254,8 +254,9 @@ def _lengths(context: g.RewriteContext, shown: ir.Value, before: ir.Node) -> ir.
     another input has T, too, a mask [B, 1] counts for all of them, as in the original."""
     wide = g.add(before, "Cast", [shown], {"to": ir.DataType.INT32})
     tokens = (g.dims(shown) or [None])[-1]
-    inputs = [each for each in context.graph.inputs if each is not shown and tokens in (g.dims(each) or ())]
-    for other in inputs[: isinstance(tokens, str)]:
+    others = [each for each in context.graph.inputs if each is not shown and tokens in (g.dims(each) or ())]
+    if isinstance(tokens, str) and others:
+        other = others[0]
         sizes = [g.int_constant(before, [1]), g.length(before, other, (g.dims(other) or []).index(tokens))]
         whole = g.add(before, "Concat", sizes, {"axis": 0}, shape=[2])
         wide = g.add(before, "Expand", [wide, whole], shape=g.dims(shown))
