@@ -156,7 +156,7 @@ def test_what_takes_longer_than_the_grace_time_is_cut_off(tmp_path: Path) -> Non
     assert {(answer.status, answer.error) for answer in answers} == {said}
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_a_model_is_loading_does_not_wait_for_it(tmp_path: Path, sign: signal.Signals) -> None:
     file, log = tmp_path / "held", tmp_path / "log"
     file.touch()
