@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from twinop import torch_op
 from twinop.bench import measurements
-from twinop.bench.__main__ import TAKES, project_here
 from twinop.bench.cases import BACKWARD, FORWARD, Case, Sample, built_entries, cases_of, choose, family_of
 from twinop.bench.entries import ENTRIES, Entry, entry_of
 from twinop.bench.measure import BUILT_IN, IN_ORT, IN_TORCH
@@ -33,14 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return warm_python.run(command, cwd=ROOT, env=os.environ | environment)
-
-
-def test_the_time_that_it_takes_is_said_before_anything_is_imported() -> None:
-    """The import of torch alone takes seconds."""
-    missing = "import sys; sys.modules.update(dict.fromkeys(('torch', 'onnxruntime', 'numpy', 'onnx')))"
-    command = [sys.executable, "-c", f"{missing}; from twinop.cli import app; app(['bench'])"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.splitlines()[0] == TAKES
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -122,19 +112,6 @@ def test_an_op_without_a_body(libraries: dict[str, Path], capsys: pytest.Capture
     with pytest.raises(BenchError, match=r"libtest_abi.so: it has no op that can be measured"):
         choose("", libraries["test_abi"])
     assert "test.abi::spread has no function body: nothing to compare it with" in capsys.readouterr().err
-
-
-def test_an_op_with_sizes_from_data(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    choose("", project)
-    said = "not measured: wrong_ops::too_many: its output shapes are data-dependent"
-    assert said in capsys.readouterr().err
-
-
-def test_the_project_in_this_folder(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert project_here() is None
-    monkeypatch.chdir(project)
-    assert project_here() == project
 
 
 def test_a_report(project: Path) -> None:

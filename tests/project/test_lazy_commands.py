@@ -1,6 +1,5 @@
 """`twinop` and `python -m twinop.bench`: help without packages, errors as one message, pipes."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -10,9 +9,6 @@ import onnx
 import pytest
 import warm_python
 from models import make_model
-from typer.testing import CliRunner
-
-from twinop import cli
 
 
 def twinop(*arguments: str, code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -20,16 +16,6 @@ def twinop(*arguments: str, code: str = "", **environment: str) -> subprocess.Co
     env = os.environ | {"COLUMNS": "300"} | environment
     command = [sys.executable, "-c", start, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
-
-
-def test_help_lists_each_command_with_the_first_sentence_of_its_own() -> None:
-    listed = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "300"}).output
-    for name, entry in cli.Commands.modules.items():
-        module, _, function = entry.partition(":")
-        documented = getattr(importlib.import_module(module), function).__doc__
-        said = documented.split("\n\n")[0].replace("\n    ", " ")
-        line = next((line for line in listed.splitlines() if line.startswith(f"│ {name} ")), "")
-        assert said in line and line
 
 
 WITHOUT = """
@@ -68,24 +54,6 @@ def test_a_package_that_is_missing(tmp_path: Path, arguments: list[str], package
     command = "./build.sh serve" if "serve" in install else "./build.sh"
     assert error.startswith(f"{expected} {install}. In a checkout {command} installs it")
     assert len(said) == (arguments[0] == "bench")
-
-
-@pytest.mark.parametrize(("arguments", "meant"), [(["expor"], "export"), (["op"], "ops")])
-def test_a_command_that_there_is_not(arguments: list[str], meant: str) -> None:
-    done = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
-    assert done.exit_code == 2 and f"No such command '{arguments[-1]}'. Did you mean '{meant}'" in done.stderr
-
-
-def test_a_shell_completes() -> None:
-    typed = "twinop export --li"
-    request = {"_TWINOP_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", "from twinop.cli import app; app(prog_name='twinop')"],
-        env=os.environ | request,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == ["--library"] and not done.stderr
 
 
 FOLDER = "a folder whose name is longer than the lines of a narrow terminal"

@@ -23,20 +23,6 @@ def torchvision(name: str, size: int = 32, **options: Any) -> Architecture:
     return Architecture(f"torchvision.{name}", make, image(size), library="torchvision")
 
 
-def vgg() -> nn.Module:
-    """Without the classifier's hundred million weights."""
-    vgg = importlib.import_module("torchvision.models.vgg")
-    layers = vgg.make_layers([16, "M", 32, "M", 32, "M"], batch_norm=True)
-    return nn.Sequential(
-        layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.ReLU(True), nn.Dropout(), nn.Linear(32, 7)
-    )
-
-
-def densenet() -> nn.Module:
-    made = importlib.import_module("torchvision.models.densenet").DenseNet
-    return made(growth_rate=8, block_config=(2, 2), num_init_features=16, num_classes=7)
-
-
 def mixer() -> nn.Module:
     made = importlib.import_module("timm.models.mlp_mixer").MlpMixer
     return made(img_size=32, patch_size=8, embed_dim=32, num_blocks=2, num_classes=7)
@@ -58,9 +44,7 @@ MODELS = (
     torchvision("resnet18"),
     torchvision("mobilenet_v2", width_mult=0.25),
     torchvision("mobilenet_v3_small", width_mult=0.5),
-    Architecture("torchvision.densenet", densenet, image(32), library="torchvision"),
     torchvision("shufflenet_v2_x0_5"),
     torchvision("squeezenet1_1"),
     torchvision("googlenet", size=64, aux_logits=False, init_weights=False),
-    Architecture("torchvision.vgg", vgg, image(32, "input"), library="torchvision"),
 )
