@@ -24,7 +24,7 @@ from twinop.system.python_child import require_loads
 
 from .autograd import make_function
 from .mutation import register_mutating, torch_library
-from .rules import autocast_rule, cpu_rule, fake_rule, vmap_kernel
+from .rules import autocast_rule, cpu_rule, fake_rule, refuse, vmap_kernel
 from .sharding import register_sharding_rule
 
 Function = Callable[..., Any]
@@ -64,6 +64,13 @@ _loaded: dict[tuple[Path, str], Ops] = {}  # by file and namespace
 _stamps: dict[Path, tuple[int, int]] = {}  # of these files, when they were loaded
 _owners: dict[str, tuple[OpSpec, Path]] = {}  # by the op's name in torch's dispatcher
 _without_cpu_kernel: set[str] = set()  # OpSpec.key
+
+# Tensors that no kernel reads. Without these entries, torch's error is a dump of its dispatch table.
+_KINDS = {"Sparse": "sparse", "SparseCsr": "sparse compressed", "Quantized": "quantized"}
+_FOREIGN_KEYS = {kind + on: text for kind, text in _KINDS.items() for on in ("CPU", "CUDA")} | {
+    "MkldnnCPU": "MKL-DNN",
+    **dict.fromkeys(("NestedTensorCPU", "NestedTensorCUDA", "AutogradNestedTensor"), "nested"),
+}
 
 
 def records() -> dict[str, OpSpec]:
@@ -240,6 +247,9 @@ def _derive(record: OpSpec) -> None:
         for device in ("CPU", "CUDA"):
             rule = autocast_rule(record, op, device.lower())
             library.impl(record.functional_name, rule, f"Autocast{device}")
+    for each in {record.name, record.functional_name}:
+        for key, kind in _FOREIGN_KEYS.items():
+            library.impl(each, refuse(record, kind), key)
     if record.written:
         on_cpu = None if has_cpu_kernel(record) else cpu_rule(record)
         here[record.name] = register_mutating(record, library, fake, on_cpu)

@@ -427,3 +427,19 @@ def sum_to(grad: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
 def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
     """Returns the outputs of an op as a tuple, which one output is not."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+_HINTS = {
+    "quantized": "convert it with .dequantize()",
+    "nested": "pad it with torch.nested.to_padded_tensor()",
+}
+
+
+def refuse(record: OpSpec, kind: str) -> Rule:
+    """Returns the rule for tensors that no kernel reads: an error that says what they are."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        hint = _HINTS.get(kind, "convert it with .to_dense()")
+        raise RecordError(f"{record.qualified_name}: a {kind} tensor; the op takes dense tensors: {hint}")
+
+    return rule

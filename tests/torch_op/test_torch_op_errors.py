@@ -22,11 +22,19 @@ ROOT = Path(__file__).resolve().parents[2]
     ("make", "message"),
     [
         (lambda d: torch.ones(3, dtype=torch.int64, device=d), r"x: int64\[3\].*no kernel takes these"),
-        (lambda d: torch.eye(3, device=d).to_sparse(), "custom_domain::relu' .* from the 'Sparse"),
-        (lambda d: torch.nested.nested_tensor([torch.ones(3, device=d)] * 2), "from the 'NestedTensor"),
+        (lambda d: torch.eye(3, device=d).to_sparse(), r"a sparse tensor.*\.to_dense\(\)"),
+        (lambda d: torch.eye(3, device=d).to_sparse_csr(), r"a sparse compressed tensor.*\.to_dense\(\)"),
+        (
+            lambda d: torch.nested.nested_tensor([torch.ones(3, device=d)] * 2),
+            r"a nested tensor.*torch\.nested\.to_padded_tensor\(\)",
+        ),
+        (
+            lambda d: torch.nested.nested_tensor([torch.ones(3, device=d)] * 2, layout=torch.jagged),
+            r"a nested tensor.*torch\.nested\.to_padded_tensor\(\)",
+        ),
         (lambda d: torch.ones((1,) * 33, device=d), r"33 dimensions, at most 32 are supported"),
     ],
-    ids=["int", "sparse", "nested", "rank"],
+    ids=["int", "sparse", "csr", "nested", "jagged", "rank"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_wrong_tensors(make: Callable[[str], torch.Tensor], message: str, device: str) -> None:
