@@ -129,7 +129,7 @@ def input_shapes(
     given = {entry.name: entry.default for entry in record.attributes} | dict(attributes or {})
     like_first = Expression(record.inputs[0].name, record.inputs[0].name)
     shapes = {entry.name: tuple(first) for entry in record.inputs}
-    for name in [*shapes, *shapes] * bool(record.input_shapes):  # twice: an input may need a later one
+    for name in [*shapes, *shapes] if record.input_shapes else ():  # twice: an input may need a later one
         shapes[name] = evaluate(record, record.input_shapes.get(name, like_first), shapes, given)
     return shapes
 

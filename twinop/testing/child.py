@@ -44,10 +44,8 @@ def run(tests: Callable[[], int]) -> int:
     _, status = os.waitpid(child, 0)
     if not os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status)
-    name, last = (
-        signal.Signals(os.WTERMSIG(status)).name,
-        _shared[: _shared.find(b"\0")].decode(errors="replace"),
-    )
+    name = signal.Signals(os.WTERMSIG(status)).name
+    last = _shared[: _shared.find(b"\0")].decode(errors="replace")
     said = f"{last or 'the process'} ended with {name}. {_WHY.get(name, _MEMORY)}"
     print(f"\nerror: {said}. No failures are shown, and the tests behind it did not run", file=sys.stderr)
     return 1
