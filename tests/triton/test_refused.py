@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from launchers import pointwise_kernel, record, row_kernel
+from launchers import matmul_kernel, pointwise_kernel, record, row_kernel
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -70,6 +70,10 @@ def always(x):
             lambda x: torch.cuda.get_device_properties(x.device).multi_processor_count,
             "asks for multi_processor_count of the GPU, and a library serves several",
         ),
+        (
+            lambda x: matmul_kernel[(1,)](*[x] * 3, *range(5), ACTIVATION="none", BLOCK_M=3, num_warps=8),
+            "matmul_kernel: BLOCK_M, num_warps: in a configuration and in the call",
+        ),
         (processors_of_triton, "asks for utils of the GPU.*torch.cuda.get_device_capability"),
         (always, "refuses all calls; the first says: .*ValueError: never"),
         (lambda x: torch.empty_like(x, dtype=torch.complex64), "complex64, which no op has"),
@@ -78,7 +82,7 @@ def always(x):
             r'no expression was found for the shape of output y of f.*shapes="y = \[x\[0\]\]"',
         ),
     ],
-    ids=range(25),
+    ids=range(26),
 )
 def test_a_launcher_is_refused_with_its_line(launcher: Callable[..., Any], message: str) -> None:
     with pytest.raises(BuildError, match=message) as caught:

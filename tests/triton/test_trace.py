@@ -126,6 +126,8 @@ def test_heuristics_texts_and_grids_of_configurations() -> None:
         for activation in ("none", "relu"):
             same("matmul", [(rows, inner), (inner, columns)], activation=activation)
     plan = chosen(traced("matmul"), [(4, 5), (6, 7)], "relu")
+    taken = "BLOCK_M=128, BLOCK_N=64, num_warps=8, num_ctas=1, num_stages=3"
+    assert traced("matmul").notes == (f"matmul_kernel: of 3 configurations, untuned: {taken}",)
     assert isinstance(plan.steps[0], Refuse)
     assert "AssertionError: a.shape[1] columns and b.shape[0] rows" in plan.steps[0].message
 

@@ -124,12 +124,20 @@ def triton_launches(recorder: Recorder) -> Iterator[None]:
 
     def run_tuned(autotuner: Any, *args: Any, **kwargs: Any) -> None:
         nargs = autotuner.nargs = dict(zip(autotuner.arg_names, args, strict=False))
-        configurations = autotuner.configs
+        configurations, name = autotuner.configs, autotuner.base_fn.__name__
+        if twice := sorted(kwargs.keys() & {each for one in configurations for each in one.all_kwargs()}):
+            raise recorder.error(
+                f"{name}: {', '.join(twice)}: in a configuration and in the call. Leave out one of them"
+            )
         # A build measures nothing. Triton does not prune a single one.
         [first, *_] = autotuner.prune_configs(kwargs) if len(configurations) > 1 else configurations
+        chosen = first.all_kwargs()
+        if len(configurations) > 1:
+            taken = ", ".join(f"{key}={value}" for key, value in chosen.items())
+            recorder.notes.append(f"{name}: of {len(configurations)} configurations, untuned: {taken}")
         if first.pre_hook is not None:
-            first.pre_hook({**nargs, **kwargs, **first.all_kwargs()})
-        autotuner.fn.run(*args, **kwargs, **first.all_kwargs())
+            first.pre_hook({**nargs, **kwargs, **chosen})
+        autotuner.fn.run(*args, **kwargs, **chosen)
 
     next_power_of_2 = triton.next_power_of_2.fn
 

@@ -62,6 +62,7 @@ class Recorder(TorchDispatchMode):
         self._sizes: list[Expression] = []
         self._kept: list[torch.Tensor] = []  # an address must not be that of two tensors
         self._written: list[torch.Tensor] = []
+        self.notes: list[str] = []
 
     def add_input(self, place: Pointer, tensor: torch.Tensor) -> None:
         """Makes a tensor known as an input; one that the op writes has the place of an output."""

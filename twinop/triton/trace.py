@@ -39,7 +39,7 @@ class TracedOp:
 
     record: OpSpec  # with the shapes and dtypes of the outputs
     plans: tuple[Plan[TracedLaunch], ...]
-    notes: tuple[str, ...] = ()  # what calls are refused for want of a sample
+    notes: tuple[str, ...] = ()  # calls that are refused for want of a sample, and configurations
 
 
 def trace(
@@ -70,13 +70,13 @@ def trace(
     for combination in range(len(record.combinations)):
         dtypes: list[_Outputs] = []
         refusal: Any = None
-        tracer = _Tracer(record, launcher, combination)
+        tracer = _Tracer(record, launcher, combination, notes)
         for ranks, paths in tracer.paths(_calls(record, samples, archs)):
             accepted = [path.outputs for path in paths if path.outputs is not None]
             if not accepted:
                 refusal = refusal or paths[0].steps[-1]
                 continue
-            paths += tracer.refusals(paths, notes)
+            paths += tracer.refusals(paths)
             plans += (tracer.plan(path) for path in paths)
             dtypes += accepted
             given = (each if isinstance(each, bool | str) else None for each in paths[0].call.attributes)
@@ -111,6 +111,7 @@ class _Tracer:
     record: OpSpec
     launcher: Callable[..., Any]
     combination: int
+    notes: dict[str, None]
 
     def paths(self, calls: Iterable[tuple[Call, bool]]) -> Iterator[tuple[Ranks, list[_Path]]]:
         """Yields the paths that calls take, for each choice of ranks, bools and texts."""
@@ -131,7 +132,7 @@ class _Tracer:
             if (ranks, _) not in failed:
                 yield ranks, paths
 
-    def refusals(self, paths: Sequence[_Path], notes: dict[str, None]) -> list[_Path]:
+    def refusals(self, paths: Sequence[_Path]) -> list[_Path]:
         """Returns the paths beside these that end in an error at once, and notes the others."""
         known = {(*path.decisions[: i + 1],) for path in paths for i in range(len(path.decisions))}
         taken = {decision for path in paths for decision in path.decisions}
@@ -150,7 +151,7 @@ class _Tracer:
                     found.append(run)
                 elif decision.opposite not in taken:
                     answer = "does not hold" if decision.held else "holds"
-                    notes[f"{decision.text}: refused where this {answer}, as no sample does"] = None
+                    self.notes[f"{decision.text}: refused where this {answer}, as no sample does"] = None
         return found
 
     def plan(self, path: _Path) -> Plan[TracedLaunch]:
@@ -173,11 +174,13 @@ class _Tracer:
         """Runs the launcher for a call; `flipped`: as in `Symbols`."""
         symbols = Symbols(self.record, self.launcher, call, flipped)
         try:
-            outputs, temporaries, steps = self._record(Recorder(symbols))
+            outputs, temporaries, steps = self._record(recorder := Recorder(symbols))
         except NotAnExpression as error:
             raise BuildError(
                 f"{symbols.line(error)}: the library cannot compute {error} from sizes and attributes"
             ) from error
+        if flipped is None:
+            self.notes.update(dict.fromkeys(recorder.notes))
         return _Path(call, symbols.decisions, outputs, temporaries, steps)
 
     def _record(self, recorder: Recorder) -> tuple[_Outputs | None, tuple[Expression, ...], tuple[Any, ...]]:
