@@ -12,7 +12,7 @@ from onnx import external_data_helper
 
 from twinop.record.names import BUILT_IN
 from twinop.record.op_spec import DOMAIN
-from twinop.system.regular_file import read_regular, real_path
+from twinop.system.regular_file import read_regular, real_path, require_utf8
 
 from . import wire
 from .errors import ModelError
@@ -93,6 +93,7 @@ def read_model(path: Path, read: Callable[..., bytes] = read_regular) -> bytes:
         what = "a folder, not an .onnx file" if os.path.isdir(path) else what
         raise ModelError(f"{path}: {what}. Expected a model such as export/to_onnx.py writes")
     try:
+        require_utf8(path)
         return read(path, most=_MOST_BYTES)
     except OSError as error:
         cure = ""

@@ -18,6 +18,7 @@ from twinop.deploy import wire
 from twinop.errors import ExportError, is_disk_error, option
 from twinop.libraries.library import keep_checksum
 from twinop.system import publish
+from twinop.system.regular_file import require_utf8
 
 from .weights import pieces
 
@@ -33,6 +34,7 @@ def check_target(target: Path, sources: Iterable[Path] = ()) -> None:
         raise ExportError(f"{target}: is a folder; expected a file name such as {target / 'model.onnx'}")
     read = [os.stat(source) for source in sources if source.exists()]
     try:
+        require_utf8(target)
         found = os.stat(target)
     except FileNotFoundError:
         return

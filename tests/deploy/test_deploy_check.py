@@ -177,6 +177,9 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
             session(make_model("CustomRelu"), library=tmp_path / name)
     with pytest.raises(ModelError, match="a folder, not an .onnx file"):
         session(tmp_path)
+    (file := tmp_path / "\udcff.onnx").touch()
+    with pytest.raises(ModelError, match="opens paths of UTF-8 only. Rename the file or the folder"):
+        session(file)
 
 
 def test_external_data(tmp_path: Path) -> None:

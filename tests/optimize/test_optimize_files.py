@@ -72,6 +72,7 @@ def test_a_target_that_must_not_be_replaced(tmp_path: Path) -> None:
         assert "is a pipe, a socket or a device" in message(source, tmp_path / "s")
     assert "File name too long. Name another file" in message(source, tmp_path / ("a" * 300))
     assert "no such file" in message(tmp_path / ("a" * 300), tmp_path / "other.onnx")
+    assert "opens paths of UTF-8 only" in message(source, tmp_path / "\udcff")
 
 
 def test_a_model_that_onnx_does_not_allow(tmp_path: Path) -> None:

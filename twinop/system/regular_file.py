@@ -12,6 +12,12 @@ def real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def require_utf8(path: Path) -> None:
+    """Raises OSError for a path of other bytes."""
+    if os.fsencode(path) != str(path).encode(errors="replace"):
+        raise OSError(errno.EILSEQ, "ONNX Runtime opens paths of UTF-8 only. Rename the file or the folder")
+
+
 def open_regular(path: Path, most: int) -> BinaryIO:
     """Opens a regular file, or raises OSError: a FIFO would keep the caller waiting."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
