@@ -36,10 +36,10 @@ def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
     own = {record.domain for record in records.values()}
 
     def fold() -> None:
-        """Folds constants. onnxscript removes an Expand to the sizes of another input of the same names."""
+        """Folds constants."""
         given = g.given_of_all(model.graph)
         with (
-            hidden(model, lambda node: node.op_type == "Expand" and not _keeps_sources(node, given)),
+            hidden(model, lambda node: _misleads(node, given)),
             g.keeping_marks(model),
         ):
             fold_constants(model, lambda node: False if node.domain in own else None)
@@ -192,6 +192,12 @@ def _remove_no_ops(model: ir.Model) -> None:
             keeps_shape = _keeps_sources(node, inputs)
         if keeps_shape or node.op_type == "Identity":
             g.replace(result, source)
+
+
+def _misleads(node: ir.Node, given: Mapping[ir.Value | None, int]) -> bool:
+    """Whether folding goes too far: onnxscript removes an Expand to the sizes of another input of the same
+    names, and onnx takes a width of Attention that is not known for 0."""
+    return node.op_type == "Attention" or (node.op_type == "Expand" and not _keeps_sources(node, given))
 
 
 def _keeps_sources(expand: ir.Node, given: Mapping[ir.Value | None, int]) -> bool:

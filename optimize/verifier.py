@@ -138,7 +138,8 @@ class Verifier:
         results = {value.name for value in source.original.graph.outputs}
         is_inside = part is not None and results.isdisjoint(part.outputs)
         allowed = source.options.allow_uncompared or is_inside
-        for note in (*reference.skipped, *reference.uncompared(model.graph, allowed)):
+        same = [] if is_inside else reference.unchanging(model.graph)
+        for note in (*reference.skipped, *reference.uncompared(model.graph, allowed), *same):
             report.add_note(note)
         return Comparison(source, model, form, reference, part)
 

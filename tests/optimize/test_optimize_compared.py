@@ -36,6 +36,8 @@ def test_an_output_that_is_never_compared_is_refused(name: str, tmp_path: Path) 
     assert re.search(f"{said}.*cannot be compared. Give inputs .*inputs_file=", refusal(proto, tmp_path))
     report, _ = optimized(proto, tmp_path, allow_uncompared=True)
     assert "output boxes" in str(report) and "it was not compared" in str(report)
+    proto = parsed("(float[N, 8] x) => (float[N, 8] y) { y = Max (x, threshold) }", **GIVEN)
+    assert "output y is the same for other inputs" in str(optimized(proto, tmp_path)[0])
 
 
 def test_inputs_for_which_there_is_something_to_compare(tmp_path: Path) -> None:

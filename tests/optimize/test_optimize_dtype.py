@@ -79,13 +79,14 @@ def test_what_the_converter_of_onnxruntime_writes(tmp_path: Path) -> None:
         ("(float[N, 4] x) => (float[N, 4] y, float[4,4] w) { y = MatMul (x, w) }", 3),
         ("(float[N, 4] x) => (float[N, 4] y) { h = Relu(x) o = Optional(h) y = OptionalGetElement(o) }", 2),
         ("() => (float[4, 4] y) { y = MatMul (w, w) }", 1),
+        ("(float[N, 2, 3, 4] x) => (float[N, 2, 3, 4] y) { y = MeanVarianceNormalization (x) }", 2),
         (
             '(float[N, 4] x) => (float[N, 4] y) { t = Constant <value_string = "1"> () s = Cast <to = 8> (x) '
             "e = Equal (s, t) h = MatMul (x, w) y = Where (e, x, h) }",
             2,
         ),
     ],
-    ids=["overridable", "zeros", "output", "optional", "no input", "text"],
+    ids=["overridable", "zeros", "output", "optional", "no input", "default axes", "text"],
 )
 def test_unusual_values(text: str, found: int, tmp_path: Path) -> None:
     report, model = optimized(parsed(text, w=weights(4, 4)), tmp_path, dtype="float16")

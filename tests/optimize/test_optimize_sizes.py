@@ -66,13 +66,18 @@ CHANNELS = {
     "a state of two layers": (
         "(float[B, T, 5] x, float[2, ?, 5] h) => (float[B, T, 5] y) { g = Gather (h, k) y = Add (x, g) }",
         {"k": np.array([1])}),
+    "a width that nobody knows": (
+        "(float[B, S, 8] q, float[B, T, 8] k, float[B, T, V] v) => (float[B, S, W] y) {"
+        " a = Attention <q_num_heads=2, kv_num_heads=2> (q, k, v) t = Shape (a) d = Slice (t, two, three)"
+        " f = Cast <to=1> (d) l = MatMul (q, w) m = Mul (l, f) y = Add (a, m) }",
+        {"two": np.array([2]), "three": np.array([3]), "w": weights(8, 1)}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANNELS)
 def test_sizes_that_weights_fix(name: str, tmp_path: Path) -> None:
     text, constants = CHANNELS[name]
-    optimized(parsed(text, **constants), tmp_path)
+    optimized(parsed(text, 23, **constants), tmp_path)
 
 
 @pytest.mark.parametrize("shape", ["", "[1]"])
