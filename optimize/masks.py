@@ -81,10 +81,10 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
             given[0].meta[inputs.PADDING] = True
 
 
-def forget_small(graph: ir.Graph) -> bool:
-    """Forgets what is known of masks that large scores may exceed; returns whether there were any."""
+def forget_small(graph: ir.Graph) -> dict[ir.Value, KnownMask]:
+    """Forgets what is known of masks that large scores may exceed; returns it."""
     values = (*graph.initializers.values(), *(value for node in graph for value in node.outputs))
-    return bool([value.meta.pop(KNOWN) for value in values if known_of(value).number > _LOWEST])
+    return {value: value.meta.pop(KNOWN) for value in values if known_of(value).number > _LOWEST}
 
 
 def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str, batch: int = 0) -> bool:

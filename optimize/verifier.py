@@ -269,18 +269,26 @@ class Verifier:
             self.whole.reference = self._placed(self.whole.reference, self.source.original)
         while True:
             try:
-                context = self.apply(kept)
-                self.source.report.error = self._error_of(context)
-                return kept, context
+                return kept, self._compared(kept)
             except equivalence.NotEquivalent as reason:
-                if not reason.rewrite and masks.forget_small(self.source.base.graph):
-                    self.source.report.add_note(SMALL_MASKS)
-                    continue
+                small = {} if reason.rewrite else masks.forget_small(self.source.base.graph)
+                with suppress(equivalence.NotEquivalent):
+                    if small:
+                        context = self._compared(kept)
+                        self.source.report.add_note(SMALL_MASKS)
+                        return kept, context
+                for value, known in small.items():  # they are not the only cause
+                    value.meta[masks.KNOWN] = known
                 if len(kept) == len(names):
                     self._verify_unchanged()
                 name = reason.rewrite or self.first_wrong(kept, self._error_of)
                 self.source.report.reverted[name] = f"{reason}: {DEFECT if reason.rewrite else UNKNOWN}"
                 kept.remove(name)
+
+    def _compared(self, names: Names) -> g.RewriteContext:
+        context = self.apply(names)
+        self.source.report.error = self._error_of(context)
+        return context
 
     def _error_of(self, context: g.RewriteContext) -> float:
         """Returns the error of a form in fp32; raises NotEquivalent if it fails, or that is too large."""

@@ -11,6 +11,7 @@ from other_sizes import assert_same
 
 from twinop.deploy.ort_runs import run
 from twinop.optimize import graph as g
+from twinop.optimize import passes
 from twinop.optimize.verifier import SMALL_MASKS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,12 +126,24 @@ def test_masks_of_tokens(name: str, tmp_path: Path) -> None:
     check_same(tmp_path, feeds(5, 5) | {given: np.array(shown)})
 
 
-def test_a_mask_that_large_scores_exceed_is_added(tmp_path: Path) -> None:
-    report, model = optimized(attention(CAUSAL, lowest=np.float32(-1e4)), tmp_path)
+def test_a_mask_that_large_scores_exceed_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, model = optimized(proto := attention(CAUSAL, lowest=np.float32(-1e4)), tmp_path)
     [node] = nodes(model, "MultiHeadAttention")
     assert "unidirectional" not in node.attributes and node.inputs[5] is not None
     assert SMALL_MASKS in report.notes
     check_same(tmp_path, {name: 300 * each for name, each in feeds(9, 9).items()})
+
+    def wrong(work: g.RewriteContext) -> None:
+        for node in work.nodes("Tanh"):
+            node.op_type = "Sin"
+
+    monkeypatch.setattr(passes, "PASSES", [*passes.PASSES, pass_of("wrong", wrong)])
+    for index, name in enumerate("xmm"):  # so no score exceeds the mask: another rewrite differs
+        proto.graph.node[index].input[0] = f"{name}t"
+    for name in "xm":
+        proto.graph.node.insert(0, onnx.helper.make_node("Tanh", [name], [f"{name}t"]))
+    report = reported(proto, tmp_path, device="cuda")
+    assert [*report.reverted] == ["wrong"] and report.fused["attention"] and not report.notes
 
 
 @pytest.mark.parametrize("lowest", [LOWEST, -np.inf])
