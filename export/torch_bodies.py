@@ -2,8 +2,8 @@
 
 A function is exported for the ranks of the calls, with open sizes. Where the graphs of several ranks differ,
 an `If` chooses among them. Attributes become references to the node's own: a float, because the function is
-exported with two values, and the constants in which the results differ are that attribute; a bool or a str,
-because an `If` chooses among the graphs of its values. An int attribute must have one value in the model.
+exported with two values, and the constants in which the results differ are that attribute; a bool, a str or,
+in a model, an int, because an `If` chooses among the graphs of its values. Other ints must have one value.
 """
 
 import functools
@@ -46,8 +46,9 @@ def replay(declared: KernelOp, op: Any, inputs: Sequence[Any], attributes: Named
     """Computes an op's torch body with the operators of `op`, as a builder does (`bodies.py`); ExportError:
     torch cannot export the function, or one body cannot serve all calls."""
     kinds = {entry.name: entry.kind for entry in declared.record.attributes}
-    fixed = {name: attributes[name].value for name, kind in kinds.items() if kind in ("int", "int[]")}
-    names = [name for name, kind in kinds.items() if kind in ("bool", "str")]
+    finite = ("bool", "str", "int") if op.setting.by_rank else ("bool", "str")
+    fixed = {name: attributes[name].value for name, kind in kinds.items() if kind not in (*finite, "float")}
+    names = [name for name, kind in kinds.items() if kind in finite]
     chosen = {name: sorted(attributes[name].values) for name in names}
     chosen |= {name: [*map(bool, chosen[name])] for name in names if kinds[name] == "bool"}
     branches = []

@@ -92,16 +92,18 @@ def gated_matrix() -> onnx.ModelProto:
 
 
 @twinop.triton_op(
-    "plus(Tensor x, Tensor? z=None) -> Tensor", body=lambda x, z: x if z is None else x + z, domain="bodies"
+    "plus(Tensor x, Tensor? z=None, int times=1) -> Tensor",
+    body=lambda x, z, *, times: times * (x if z is None else x + z),
+    domain="bodies",
 )
-def plus(x: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
+def plus(x: torch.Tensor, z: torch.Tensor | None, *, times: int) -> torch.Tensor:
     return x
 
 
 def test_a_scalar_and_an_absent_input_of_an_op_without_samples() -> None:
-    made = model(plus, [{}], [])
+    made = model(plus, [{}, {"times": 5}], [])
     session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
-    assert session.run(None, {"x0": np.array(3, np.float32)}) == [3]
+    assert session.run(None, {"x0": np.array(3, np.float32)}) == [3, 15]
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (1, 2)], ids=str)
