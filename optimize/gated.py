@@ -8,17 +8,15 @@ CustomSwigluPacked (SiLU only).
 Leaves alone: GELU gates of other tensors, because no op computes these.
 """
 
-import numpy as np
 import onnx_ir as ir
-
-from twinop.model import weights
 
 from . import graph as g
 from . import linear
 from .linear import LAYOUT, Linear
 from .rewrite import Rewrite
 
-_Match = tuple[ir.Value, ir.Value, str, list[tuple[Linear, int | None]]]
+_Part = tuple[Linear, int, int]  # a matmul, and which of its columns
+_Match = tuple[ir.Value, ir.Value, str, list[_Part]]
 
 
 class Gates(Rewrite[_Match], key="gated", op_types=("Mul",)):
@@ -36,9 +34,10 @@ class Gates(Rewrite[_Match], key="gated", op_types=("Mul",)):
     def apply(self, node: ir.Node, match: _Match) -> None:
         (gate, up, activation, matmuls), result = match, node.outputs[0]
         if matmuls:
-            (whole, _), *others = matmuls
+            (whole, *_), *others = matmuls
             if others:
-                (weight, bias), layout = _concatenated(self.context, matmuls), LAYOUT
+                rows, layout = [matmul.rows(*columns) for matmul, *columns in matmuls], LAYOUT
+                weight, bias = linear.join_rows(self.context, rows, f"{whole.weight.name}_gate_up")
             else:
                 weight, layout = linear.oriented_weight(self.context, whole)
                 bias = linear.bias_vector(self.context, whole.bias)
@@ -51,20 +50,21 @@ class Gates(Rewrite[_Match], key="gated", op_types=("Mul",)):
         else:
             self.replace(result, self.context.add_op(node, "swiglu", [up, gate]), "swiglu")
 
-    def _matmuls(self, gate: ir.Value, up: ir.Value) -> list[tuple[Linear, int | None]]:
-        """Returns what `_concatenated` takes, or one matmul whose halves are gate and up, or nothing."""
+    def _matmuls(self, gate: ir.Value, up: ir.Value) -> list[_Part]:
+        """Returns the parts that are gate and up, one that is both, or nothing."""
         if (parts := halves(gate, up)) is not None:
             whole = _linear_of(parts[0])
             if whole is None or whole.width % 2:
                 return []
             if parts[1] == 0:
-                return [(whole, None)]
-            return [(whole, 1), (whole, 0)] if linear.is_replaceable(whole, self.context.graph) else []
+                return [(whole, 0, whole.width)]
+            gate_up = [(whole, whole.width // 2, whole.width), (whole, 0, whole.width // 2)]
+            return gate_up if linear.is_replaceable(whole, self.context.graph) else []
         first, second = _linear_of(gate), _linear_of(up)
         if first is None or second is None or first.x is not second.x or first.width != second.width:
             return []
         is_alone = all(linear.is_replaceable(each, self.context.graph) for each in (first, second))
-        return [(first, None), (second, None)] if is_alone else []
+        return [(each, 0, each.width) for each in (first, second)] if is_alone else []
 
 
 def gate_of(context: g.RewriteContext, node: ir.Node) -> tuple[ir.Value, ir.Value, str] | None:
@@ -84,33 +84,7 @@ def gate_of(context: g.RewriteContext, node: ir.Node) -> tuple[ir.Value, ir.Valu
 
 def _linear_of(value: ir.Value) -> Linear | None:
     """Returns the matmul with a constant weight whose output, with its bias, is the value."""
-    node = value.producer()
-    if node is not None and node.op_type == "Add":
-        node = next((matmul for each in node.inputs if (matmul := g.producer(each, "MatMul"))), None)
-    found = linear.supported_linear(node) if node is not None else None
-    return found if found is not None and found.output is value else None
-
-
-def _concatenated(
-    context: g.RewriteContext, parts: list[tuple[Linear, int | None]]
-) -> tuple[ir.Value, ir.Value | None]:
-    """Returns gate and up in one weight [2N, K] and one bias; `parts`: the matmul of each, and which half of
-    it each is (None for all of it)."""
-    rows, biases = [], []
-    for found, half in parts:
-        weight, bias = g.tensor(found.weight), g.tensor(found.bias)
-        assert weight is not None
-        size = found.width if half is None else found.width // 2
-        start, stop = size * (half or 0), size * (half or 0) + size
-        weight = weights.transpose(weight) if found.layout == "kn" else weight
-        rows.append(weights.part(weight, 0, start, stop))
-        row = ir.tensor(np.zeros(found.width, weight.dtype.numpy())) if bias is None else bias
-        biases.append(weights.part(weights.reshape(row, [found.width]), 0, start, stop))
-    name = f"{parts[0][0].weight.name}_gate_up"
-    bias_value = None
-    if any(found.bias is not None for found, _ in parts):
-        bias_value = g.initializer(context.graph, weights.join(biases), f"{name}_bias")
-    return g.initializer(context.graph, weights.join(rows), name), bias_value
+    return linear.matmul_of(value, linear.match_linear, "MatMul", "Gemm")
 
 
 def halves(gate: ir.Value, up: ir.Value) -> tuple[ir.Value, int] | None:

@@ -48,7 +48,6 @@ class RewriteContext:
     lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)  # those made of masks; the mask of each
     promised: set[str] = field(default_factory=set)  # masks that causal attention leaves out: they end rows
     weights_nk: dict[ir.Value, ir.Value] = field(default_factory=dict)  # by the constants [K, N]
-    joined: dict[tuple[ir.Value, ...], ir.Value] = field(default_factory=dict)  # by the constants joined
     acting: set[str] = field(default_factory=set)  # the names of the rewrites that changed something
 
     @property

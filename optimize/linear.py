@@ -7,8 +7,9 @@ then the model would hold it twice.
 Leaves alone: weights of other ranks, dimensions of size 0, Gemm with alpha or beta other than 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -22,6 +23,9 @@ _ACTIVATIONS = ("relu", "gelu", "silu")
 
 LAYOUT = "nk"
 IsWeight = Callable[[ir.Value | None], bool]
+Rows = Sequence[ir.TensorProtocol | None]
+"""What has a row for each output column of a matmul: the weight [N, K], or its blocks, scales and zero
+points, and the bias [N]; None for what it lacks."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,14 @@ class Linear:
         width = (g.dims(self.weight) or [0, 0])[1 if self.layout == "kn" else 0]
         assert isinstance(width, int)
         return width
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Returns the weight and the bias of the columns between two indices."""
+        weight, bias = g.tensor(self.weight), g.tensor(self.bias)
+        assert weight is not None
+        weight = weights.transpose(weight) if self.layout == "kn" else weight
+        row = None if bias is None else weights.part(weights.reshape(bias, [self.width]), 0, start, stop)
+        return weights.part(weight, 0, start, stop), row
 
 
 def match_linear(node: ir.Node, is_weight: IsWeight = g.is_constant) -> Linear | str:
@@ -98,11 +110,23 @@ def supported_linear(node: ir.Node, is_weight: IsWeight = g.is_constant) -> Line
     return found if isinstance(found, Linear) else None
 
 
+def matmul_of(value: ir.Value, match: Callable[[ir.Node], Any], *op_types: str, domain: str = "") -> Any:
+    """Returns the matmul whose output, with its bias, is a value, or None; `match` makes it of a node of
+    these types."""
+    add = g.producer(value, "Add")
+    nodes = [g.producer(each, *op_types, domain=domain) for each in (add.inputs if add else [value])]
+    try:
+        found = next((match(each) for each in nodes if each is not None), None)
+    except g.Skipped:
+        return None
+    return None if found is None or isinstance(found, str) or found.output is not value else found
+
+
 def plain_matmul(
-    before: ir.Node, linear: Linear, weight: ir.Value, bias: ir.Value | None, x: ir.Value, shape: g.Dims
+    before: ir.Node, x: ir.Value, weight: ir.Value, bias: ir.Value | None, layout: str, shape: g.Dims
 ) -> ir.Value:
-    """Inserts MatMul and, for a bias [N], Add: x times a weight in the layout of another matmul."""
-    if linear.layout == "nk":
+    """Inserts MatMul and, for a bias [N], Add."""
+    if layout == LAYOUT:
         weight = g.transpose(before, weight, [1, 0])
     result = g.add(before, "MatMul", [x, weight], shape=shape)
     return result if bias is None else g.add(before, "Add", [result, bias], shape=shape)
@@ -202,15 +226,13 @@ def oriented_weight(context: g.RewriteContext, linear: Linear) -> tuple[ir.Value
     return known, LAYOUT
 
 
-def slice_columns(
-    context: g.RewriteContext, linear: Linear, start: int, stop: int
-) -> tuple[ir.Value, ir.Value | None]:
-    """Returns the output columns from start to stop of the weight and the bias, as new constants."""
-    weight, bias = g.tensor(linear.weight), g.tensor(linear.bias)
-    assert weight is not None
-    name, new = f"{linear.weight.name}_{start}", None
-    if bias is not None:
-        row = weights.part(weights.reshape(bias, [bias.size]), 0, start, stop)
-        new = g.initializer(context.graph, row, f"{name}_bias")
-    part = weights.part(weight, 1 if linear.layout == "kn" else 0, start, stop)
-    return g.initializer(context.graph, part, name), new
+def join_rows(context: g.RewriteContext, parts: Sequence[Rows], prefix: str) -> list[ir.Value | None]:
+    """Returns constants with the rows of several matmuls, one after the other; a bias that only others have
+    is 0."""
+    made, counts = list[ir.Value | None](), [weights.sizes(each)[0] for each, *_ in parts if each is not None]
+    for column in zip(*parts, strict=True):
+        kinds = [each.dtype.numpy() for each in column if each is not None]
+        zeros = [ir.tensor(np.zeros(count, kinds[0])) for count in counts if kinds]
+        rows = [zero if each is None else each for each, zero in zip(column, zeros, strict=False)]
+        made.append(g.initializer(context.graph, weights.join(rows), prefix) if kinds else None)
+    return made

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from twinop.model import weights
 from twinop.record.op_spec import DOMAIN
 
 from . import graph as g
-from .linear import LAYOUT
+from .linear import LAYOUT, join_rows
 from .rewrite import LABELS, Rewrite, label
 
 MERGED = "matmuls of one input merged"
@@ -75,20 +74,11 @@ def matmuls_of_one(values: Sequence[ir.Value | None]) -> list[ir.Node]:
 def merge(context: g.RewriteContext, nodes: list[ir.Node]) -> ir.Value:
     """Inserts one matmul in place of several of the same x, before the first one, and returns its output."""
     first, x = nodes[0], nodes[0].inputs[0]
-    parts = zip(*([value for value in node.inputs[1:] if value is not None] for node in nodes), strict=True)
-    packed = [join(context, each) for each in parts]
+    packed = join_rows(context, [[*map(g.tensor, node.inputs[1:])] for node in nodes], "packed")
     shape = [*(g.dims(x) or [])[:-1], sum(g.last_dim(node.outputs[0]) or 0 for node in nodes)]
     y = context.add_op(first, "linear", [x, *packed], shape, activation="none", layout=LAYOUT)
     label(g.maker(y), *first.meta.get(LABELS, ()), MERGED)
     return y
-
-
-def join(context: g.RewriteContext, parts: tuple[ir.Value, ...]) -> ir.Value:
-    """Returns a constant that joins others along the first axis."""
-    if parts not in context.joined:
-        tensors = [tensor for each in parts if (tensor := g.tensor(each)) is not None]
-        context.joined[parts] = g.initializer(context.graph, weights.join(tensors), "packed")
-    return context.joined[parts]
 
 
 def _rows(x: ir.Value) -> int:

@@ -22,8 +22,8 @@ from twinop.model import weights
 
 from . import graph as g
 from .gated import gate_of, halves
-from .linear import activation_of
-from .merge_linear import MERGED, join
+from .linear import Rows, activation_of, join_rows, matmul_of
+from .merge_linear import MERGED
 from .rewrite import LABELS, SKIPPED, Rewrite, label
 
 MATMUL_NBITS = "MatMulNBits"
@@ -49,8 +49,7 @@ class _Matmul:
     """A matmul with a quantised weight, and the sum with its bias."""
 
     node: ir.Node
-    tensors: tuple[ir.TensorProtocol, ir.TensorProtocol, ir.TensorProtocol | None]  # B, scales, zero points
-    bias: np.ndarray | None
+    tensors: Rows  # B, scales, zero points, bias
     output: ir.Value
 
     @property
@@ -64,23 +63,23 @@ class _Matmul:
         names = {"n": ("N", 0), "k": ("K", 0), "bits": ("bits", 4), "block": ("block_size", 32)}
         return {key: g.attribute(self.node, *each) for key, each in names.items()}
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Those of `tensors`, as linear_q takes them."""
+    def rows(self) -> Rows:
+        """Returns the tensors in the shapes of linear_q; TwinopError: one has another number of elements than
+        the attributes say."""
         n, k, bits, block = self.sizes.values()
-        blocks = -(-k // block)
-        return [(n, blocks, block * bits // 8), (n, blocks), (n, -(-blocks * bits // 8))]
-
-    def check(self) -> None:
-        """Raises TwinopError if a tensor has another number of elements than the attributes say."""
-        names = ("B", "scales", "zero_points")
-        for name, tensor, shape in zip(names, self.tensors, self.shapes, strict=True):
+        blocks, found = -(-k // block), list[ir.TensorProtocol | None]()
+        shapes = {
+            "B": (n, blocks, block * bits // 8), "scales": (n, blocks),
+            "zero_points": (n, -(-blocks * bits // 8)), "bias": (n,),
+        }  # fmt: skip
+        for tensor, (name, shape) in zip(self.tensors, shapes.items(), strict=True):
             if tensor is not None and tensor.size != math.prod(shape):
-                n, k, bits, block = self.sizes.values()
                 raise TwinopError(
                     f"{MATMUL_NBITS}: {name} has {tensor.size} elements, expected {math.prod(shape)}: "
                     f"N = {n}, K = {k}, {bits} bits, blocks of {block}"
                 )
+            found.append(None if tensor is None else weights.reshape(tensor, shape))
+        return found
 
 
 class QuantisedGates(Rewrite[tuple[list[_Matmul], str]]):
@@ -96,10 +95,10 @@ class QuantisedGates(Rewrite[tuple[list[_Matmul], str]]):
             return "it does not multiply a GELU or SiLU that nothing else reads"
         parts = halves(gate, up)
         is_one = len(node.inputs) == 1 or (parts is not None and parts[1] == 0)
-        if is_one and (whole := _supported(parts[0] if parts else gate)) is not None:
+        if is_one and (whole := _matmul_of(parts[0] if parts else gate)) is not None:
             fits = g.only_user(whole.output) and whole.sizes["n"] % 16 == 0
             return ([whole], activation) if fits else "others read the matmul, or N is no multiple of 16"
-        first, second = _supported(gate), _supported(up)
+        first, second = _matmul_of(gate), _matmul_of(up)
         if first is None or second is None or first is second:
             return "gate and up are not two matmuls that linear_q computes"
         graph, both = self.context.graph, (first, second)
@@ -139,28 +138,27 @@ def _checked(node: ir.Node) -> _Matmul:
     dtype = ir.DataType.UINT8 if zeros is None else zeros.dtype
     if reason := why_not(**matmul.sizes, zero_points=dtype.numpy()):
         raise g.Skipped(reason)
-    matmul.check()
+    matmul.rows()
     return matmul
 
 
 def _match(node: ir.Node) -> _Matmul:
     x, b, scales, zeros, order, bias = [*node.inputs, *[None] * 6][:6]
-    tensors, row = [g.tensor(each) for each in (b, scales, zeros)], g.constant(bias)
+    tensors = [*map(g.tensor, (b, scales, zeros, bias))]
     if order is not None:
         raise g.Skipped("columns in another order (g_idx)")
     if g.attribute(node, "weight_prepacked", 0):  # ONNX Runtime's CPU kernel reads it as if it were not
         raise g.Skipped("weights packed for one kind of GPU (weight_prepacked)")
     if x is None or tensors[0] is None or tensors[1] is None:
         raise g.Skipped("a weight that is not constant")
-    if (zeros is not None and tensors[2] is None) or (bias is not None and row is None):
+    if (zeros is not None and tensors[2] is None) or (bias is not None and tensors[3] is None):
         raise g.Skipped("zero points or a bias that are not constant")
     output = node.outputs[0]
-    matmul = _Matmul(node, (tensors[0], tensors[1], tensors[2]), row, output)
     if (add := g.only_user(output)) is not None and add.op_type == "Add" and not add.domain and bias is None:
-        row = g.constant(g.other_input(add, output))
-        if row is not None and row.shape == (matmul.sizes["n"],):
-            return _Matmul(node, matmul.tensors, row, add.outputs[0])
-    return matmul
+        row = g.tensor(g.other_input(add, output))
+        if row is not None and weights.sizes(row) == (g.attribute(node, "N", 0),):
+            return _Matmul(node, [*tensors[:3], row], add.outputs[0])
+    return _Matmul(node, tensors, output)
 
 
 def _write(
@@ -169,33 +167,12 @@ def _write(
     """Writes one node for matmuls and what follows them, up to an output."""
     first, sizes = matmuls[0], matmuls[0].sizes
     name = str(first.node.inputs[1].name)  # type: ignore[union-attr]
-
-    def joined(index: int, part: str) -> ir.Value | None:
-        """Returns an input of MatMulNBits, as it is if one matmul has it in the shape of linear_q."""
-        stored = [tensor for each in matmuls if (tensor := each.tensors[index]) is not None]
-        if not stored:
-            return None
-        if len(matmuls) == 1 and weights.sizes(stored[0]) == first.shapes[index]:
-            return first.node.inputs[index + 1]
-        whole = weights.join([weights.reshape(tensor, first.shapes[index]) for tensor in stored])
-        return g.initializer(context.graph, whole, f"{name}_{part}")
-
-    bias = _bias_of(matmuls)
-    given = [joined(index, part) for index, part in enumerate(("blocks", "scale", "zero"))]
-    given.append(None if bias is None else g.initializer(context.graph, bias, f"{name}_bias"))
+    given = join_rows(context, [each.rows() for each in matmuls], name)
     is_gated = op == "linear_q_swiglu"
     width = sum(each.sizes["n"] for each in matmuls) // (1 + is_gated)
     shape = g.dims(output) or [*(g.dims(first.x) or [])[:-1], width]
     numbers = {"bits": sizes["bits"], "block": sizes["block"], "activation": activation}
     return context.add_op(g.maker(output), op, [first.x, *given], shape, **numbers)
-
-
-def _bias_of(matmuls: list[_Matmul]) -> np.ndarray | None:
-    if all(each.bias is None for each in matmuls):
-        return None
-    dtype = matmuls[0].tensors[1].dtype.numpy()
-    rows = [np.zeros(each.sizes["n"], dtype) if each.bias is None else each.bias for each in matmuls]
-    return np.concatenate(rows)
 
 
 def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) -> ir.Value | None:
@@ -207,36 +184,22 @@ def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) ->
     if not is_alone or len(found) < len(values) or any(_kind(each) != _kind(found[0]) for each in found):
         return None
     first, width = found[0].node, sum(each.sizes["n"] for each in found)
-    parts = zip(*([*each.node.inputs, None][1:4] for each in found), strict=True)
-    joined = [None if None in part else join(context, part) for part in parts]
+    *joined, bias = join_rows(context, [each.tensors for each in found], "packed")
     attributes = {name: each.value for name, each in first.attributes.items()} | {"N": width}
     shape = [*(g.dims(values[0]) or [])[:-1], width]
     y = g.add(before, MATMUL_NBITS, [first.inputs[0], *joined], attributes, domain=g.MICROSOFT, shape=shape)
     y.producer().meta.update(first.meta)  # type: ignore[union-attr]
     label(g.maker(y), MERGED)
-    if (bias := _bias_of(found)) is not None:
-        y = g.add(before, "Add", [y, g.initializer(context.graph, bias, "bias")], shape=shape)
-    return y
+    return y if bias is None else g.add(before, "Add", [y, bias], shape=shape)
 
 
-def _matmul_of(value: ir.Value, of: Callable[[ir.Node], _Matmul]) -> _Matmul | None:
-    """Returns the matmul whose output, with its bias, is a value; `of` makes it of its node."""
-    add = g.producer(value, "Add")
-    makers = [g.producer(each, MATMUL_NBITS, domain=g.MICROSOFT) for each in (add.inputs if add else [value])]
-    try:
-        found = next((of(each) for each in makers if each is not None), None)
-    except g.Skipped:
-        return None
-    return found if found is not None and found.output is value else None
-
-
-def _supported(value: ir.Value) -> _Matmul | None:
-    """Returns the matmul that a value is, if linear_q computes it."""
-    return _matmul_of(value, _checked)
+def _matmul_of(value: ir.Value, match: Callable[[ir.Node], _Matmul] = _checked) -> _Matmul | None:
+    """Returns the matmul that a value is; by default if linear_q computes it."""
+    return matmul_of(value, match, MATMUL_NBITS, domain=g.MICROSOFT)
 
 
 def _kind(matmul: _Matmul) -> list[object]:
     """Returns what two matmuls have in common if their weights can be one."""
     attributes = {name: each.value for name, each in matmul.node.attributes.items() if name != "N"}
-    forms = [None if each is None else (each.dtype, weights.sizes(each)[1:]) for each in matmul.tensors]
+    forms = [None if each is None else (each.dtype, weights.sizes(each)[1:]) for each in matmul.tensors[:3]]
     return [matmul.x, attributes, matmul.node.meta.get("accuracy_level"), *forms]

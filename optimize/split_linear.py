@@ -12,7 +12,7 @@ import onnx_ir as ir
 from twinop.model import weights
 
 from . import graph as g
-from .linear import Linear, is_replaceable, plain_matmul, slice_columns, supported_linear
+from .linear import LAYOUT, Linear, is_replaceable, join_rows, plain_matmul, supported_linear
 from .rewrite import Rewrite
 
 _Part = tuple[ir.Value, int, int]  # of the last dimension, or of the axis of a constant: value, start, stop
@@ -50,9 +50,10 @@ class SplitLinear(Rewrite[_Match], key="split_linear", op_types=(*_MOVES, "MatMu
                 part = weights.part(whole, _axis(node), start, stop)
                 self.replace(value, g.initializer(self.context.graph, part, str(value.name)))
             else:
-                weight, bias = slice_columns(self.context, linear, start, stop)
-                shape = [*(g.dims(linear.output) or [])[:-1], stop - start]
-                new = plain_matmul(g.maker(value), linear, weight, bias, linear.x, shape)
+                prefix, shape = str(value.name), [*(g.dims(linear.output) or [])[:-1], stop - start]
+                weight, bias = join_rows(self.context, [linear.rows(start, stop)], prefix)
+                assert weight is not None
+                new = plain_matmul(g.maker(value), linear.x, weight, bias, LAYOUT, shape)
                 self.replace(value, new, "part of a packed matmul")
 
 

@@ -47,7 +47,7 @@ class Unflatten(Rewrite[_Match], key="unflatten", op_types=("MatMul", "Gemm"), d
                 shape = [shape[1], shape[0], linear.width]
             source = g.reshape(last, source, [0, 0, width], [*(g.dims(source) or [])[:2], width])
         bias, user = bias_vector(self.context, linear.bias), g.only_user(last.outputs[0])
-        result = plain_matmul(last, linear, linear.weight, bias, source, shape)
+        result = plain_matmul(last, source, linear.weight, bias, linear.layout, shape)
         if is_swapped and user is not None and g.has_permutation(user, SWAP_ROWS):
             last = user  # the opposite transpose
         elif is_swapped:
