@@ -250,11 +250,6 @@ def quantized(matrix: ir.TensorProtocol, scales: ir.TensorProtocol) -> ir.Tensor
     return _made("quantized", [matrix, scales], (), ir.DataType.FLOAT8E4M3FN, sizes(matrix))
 
 
-def nudged(tensor: ir.TensorProtocol, by: float) -> ir.TensorProtocol:
-    """Changes the last bits of half of the numbers in fp32, the same ones each time."""
-    return _made("nudged", [tensor], (by,), tensor.dtype, sizes(tensor))
-
-
 def elementwise(op_type: str, a: ir.TensorProtocol, b: ir.TensorProtocol) -> ir.TensorProtocol:
     """Adds, subtracts, multiplies or divides two tensors, which broadcast."""
     return _made(op_type, [a, b], (), a.dtype, np.broadcast_shapes(sizes(a), sizes(b)))
@@ -426,18 +421,6 @@ def _read_reshape(recipe: Recipe, window: Window) -> np.ndarray:
     return _by_range(recipe._shape, window, lambda start, stop: _flat(source, start, stop))
 
 
-def _read_nudged(recipe: Recipe, window: Window) -> np.ndarray:
-    source, less = recipe.sources[0], np.float32(1 - recipe.parameters[0])
-
-    def flat(start: int, stop: int) -> np.ndarray:
-        rng = np.random.default_rng(0)
-        rng.bit_generator.advance(start // 2)  # type: ignore[attr-defined]  # 64 bits give two numbers
-        signs = rng.random(start % 2 + stop - start, np.float32)[start % 2 :] < 0.5
-        return _flat(source, start, stop) * np.where(signs, less, np.float32(1))
-
-    return _by_range(recipe._shape, window, flat)
-
-
 def _read_elementwise(recipe: Recipe, window: Window) -> np.ndarray:
     found = []
     for source in recipe.sources:
@@ -509,7 +492,7 @@ _MOVES: dict[str, Callable[[Recipe, Window], np.ndarray]] = {
 }  # fmt: skip
 _READ = {
     **_MOVES, **dict.fromkeys(_ELEMENTWISE, _read_elementwise),
-    "cast": _read_cast, "dequantized": _read_dequantized, "nudged": _read_nudged, "node": _read_node,
+    "cast": _read_cast, "dequantized": _read_dequantized, "node": _read_node,
     "packed": _read_packed, "quantized": _read_quantized,
 }  # fmt: skip
 

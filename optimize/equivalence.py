@@ -15,7 +15,6 @@ import onnx_ir as ir
 from twinop import deploy
 from twinop.deploy.ort_runs import Answer, NotRunnable, check_shown
 from twinop.errors import ExportError, TwinopError, option
-from twinop.model import weights
 from twinop.model.weights import clip
 from twinop.record.tolerance import MAX_USABLE_ERROR, NOISE_FACTOR
 
@@ -336,7 +335,7 @@ def nudge_weights(model: ir.Model, by: float = LAST_BITS) -> ir.Model:
         tensor = value.const_value
         is_float = tensor is not None and tensor.dtype is ir.DataType.FLOAT
         if tensor is not None and is_float and _FEW < tensor.size <= MOST_ELEMENTS:
-            value.const_value = weights.nudged(tensor, by)
+            value.const_value = ir.tensor(_nudged(tensor.numpy(), by, 0))
     return model
 
 

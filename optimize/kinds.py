@@ -86,7 +86,7 @@ class Kind:
         read = list[object]()
         for index, value in enumerate(node.inputs):
             is_row = is_bias(node, index)
-            if is_row and value is not None and (row := constant_of(value)) is not None:
+            if is_row and value is not None and (row := g.tensor(value)) is not None:
                 self.biases.append(weights.largest(row))
             read.append(self._value(value, is_row or is_weight(node, index), known, crossing))
         given = sorted(node.attributes.items())
@@ -98,7 +98,7 @@ class Kind:
         if value is None or value in known:
             return None if value is None else known[value]
         is_given = value.is_graph_input()
-        if (tensor := constant_of(value)) is not None:
+        if (tensor := g.tensor(value)) is not None:
             if is_weight:
                 return self._number("weight", value), form(tensor)
             if id(tensor) not in self.contents:
@@ -128,18 +128,11 @@ class Kind:
         return attribute.type, attribute.value
 
 
-def constant_of(value: ir.Value) -> ir.TensorProtocol | None:
-    """Returns the tensor of a constant."""
-    if value.const_value is not None or g.producer(value, "Constant") is None:
-        return None if value.is_graph_input() else value.const_value
-    return ir.convenience.get_const_tensor(value)
-
-
 def is_weight(node: ir.Node, index: int, is_row: bool = False) -> bool:
     """Whether an input of a node, if it is constant, is a weight, its scales, or the gain of a norm.
     `is_row`: the input is a row in another form; a product with one, as of frequencies, is a table."""
     key, value = (node.domain, node.op_type), node.inputs[index]
-    tensor = None if value is None else constant_of(value)
+    tensor = g.tensor(value)
     if value is None or (tensor is not None and tensor.size == 1):
         return False
     is_row = is_row if tensor is None else tensor.size in weights.sizes(tensor)
@@ -155,7 +148,7 @@ def is_weight(node: ir.Node, index: int, is_row: bool = False) -> bool:
 def is_bias(node: ir.Node, index: int) -> bool:
     """Whether an input of a node is a constant row that is added to what is not constant."""
     value = node.inputs[index]
-    tensor = None if value is None else constant_of(value)
+    tensor = g.tensor(value)
     if tensor is None or not tensor.dtype.is_floating_point() or tensor.size == 1 or is_weight(node, index):
         return False
     has_weight = any(is_weight(node, other) for other in range(len(node.inputs)))

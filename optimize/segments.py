@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from . import graph as g
 from .inputs import draws_random
-from .kinds import Kind, Kinds, constant_of, is_weight
+from .kinds import Kind, Kinds, is_weight
 from .symbolic_shapes import infer_shapes, infer_types
 
 MOST_BYTES = 256 << 20  # the bytes of weights that a segment has, unless one layer or node has more
@@ -201,7 +201,7 @@ class _Order:
         wide = dict[ir.Node, int]()
         for node in order:
             read, makers = dict.fromkeys(self.reads[node]), self.sources[node]
-            tensors = [each for value in read if (each := constant_of(value)) is not None]
+            tensors = [each for value in read if (each := g.tensor(value)) is not None]
             constant = [maker for maker in makers if maker in constants]
             self.weights[node] = sum(tensor.nbytes for tensor in tensors)
             self.weights[node] += sum(self.weights[maker] for maker in constant)

@@ -77,14 +77,6 @@ def test_recipes(store: Callable[..., Stored]) -> None:
     _check(weights.elementwise("Add", x, ir.tensor(a[0])), a + a[0])
 
 
-def test_nudged_numbers_are_those_of_the_whole_array(store: Callable[..., Stored]) -> None:
-    array = RNG.standard_normal((5, 7)).astype(np.float32)
-    signs = np.random.default_rng(0).random(array.shape, np.float32) < 0.5
-    expected = array * np.where(signs, np.float32(1 - 1e-6), np.float32(1))
-    _check(weights.nudged(store(array), 1e-6), expected)
-    _check(weights.transpose(weights.nudged(store(array), 1e-6)), expected.T)
-
-
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("has_zeros", [True, False])
 def test_dequantised(store: Callable[..., Stored], axis: int, has_zeros: bool) -> None:
