@@ -30,18 +30,12 @@ _NAMES = (
 )  # fmt: skip
 _NORM = "CustomRmsNorm"
 _OF_MASKS = (ir.DataType.INT64, ir.DataType.INT32)
-_Tables = dict[tuple[ir.Value | None, ...], ir.Value]
-"""What was made of values for one attention, for the next one."""
 
 
 class CachedAttention(
     Rewrite[bool], key="cached_attention", microsoft=("GroupQueryAttention",), sixteen_bits_only=True
 ):
     """Puts the op in the place of GroupQueryAttention."""
-
-    def __init__(self, context: g.RewriteContext) -> None:
-        super().__init__(context)
-        self.tables = _Tables()
 
     def match(self, node: ir.Node) -> bool | g.Skipped:
         given, size = _given(node), g.last_dim(_given(node).get("past_key"))
@@ -58,7 +52,7 @@ class CachedAttention(
         return True
 
     def apply(self, node: ir.Node, match: bool) -> None:
-        context, tables = self.context, self.tables
+        context = self.context
         join_norms(node)
         given = _given(node)
         heads, kv_heads = (g.attribute(node, name, 0) for name in ("num_heads", "kv_num_heads"))
@@ -66,9 +60,8 @@ class CachedAttention(
         qkv = _packed(context, node, given, (heads + 2 * kv_heads) * size)
         gains = [array for name in ("q_norm", "k_norm") if (array := g.constant(given.get(name))) is not None]
         norms = g.initializer(context.graph, np.stack(gains), "norms") if gains else None
-        position = tables.get((given["position"],)) or _positions(context, node, given["position"])
-        tables[given["position"],] = position
-        cos_sin = _table(context, node, given, tables) if g.attribute(node, "do_rotary", 0) else None
+        position = _positions(context, node, given["position"])
+        cos_sin = _table(context, node, given) if g.attribute(node, "do_rotary", 0) else None
         sinks = given.get("sinks")
         if sinks is None and g.attribute(node, "smooth_softmax", 0):  # one key more, of score 0
             sinks = g.initializer(context.graph, np.zeros(heads, np.float32), "sinks")
@@ -156,13 +149,10 @@ def _positions(context: g.RewriteContext, node: ir.Node, position: ir.Value) -> 
     return last
 
 
-def _table(context: g.RewriteContext, node: ir.Node, given: dict[str, ir.Value], tables: _Tables) -> ir.Value:
+def _table(context: g.RewriteContext, node: ir.Node, given: dict[str, ir.Value]) -> ir.Value:
     """Returns cosines and sines as one table, a constant where they are constants."""
     pair = given["cos"], given["sin"]
-    if pair not in tables:
-        tensors = [each for each in map(g.tensor, pair) if each is not None]
-        if len(tensors) == 2:
-            tables[pair] = g.initializer(context.graph, weights.join(tensors, 1), "cos_sin")
-        else:
-            tables[pair] = g.add(node, "Concat", pair, {"axis": 1})
-    return tables[pair]
+    tensors = [each for each in map(g.tensor, pair) if each is not None]
+    if len(tensors) < 2:
+        return g.add(node, "Concat", pair, {"axis": 1})
+    return g.initializer(context.graph, weights.join(tensors, 1), "cos_sin")

@@ -47,7 +47,6 @@ class RewriteContext:
     records: Mapping[str, OpSpec]  # twinop's ops by name
     lengths: dict[ir.Value, ir.Value] = field(default_factory=dict)  # those made of masks; the mask of each
     promised: set[str] = field(default_factory=set)  # masks that causal attention leaves out: they end rows
-    weights_nk: dict[ir.Value, ir.Value] = field(default_factory=dict)  # by the constants [K, N]
     acting: set[str] = field(default_factory=set)  # the names of the rewrites that changed something
 
     @property

@@ -209,21 +209,16 @@ def is_replaceable(matmul: Linear, graph: ir.Graph, by_transpose: bool = False) 
 
 
 def oriented_weight(context: g.RewriteContext, linear: Linear) -> tuple[ir.Value, str]:
-    """Returns the weight and its layout: [N, K], which matmuls with the same weight share, if it goes."""
-    known = context.weights_nk.get(linear.weight)
-    if linear.layout == LAYOUT:
-        return linear.weight, LAYOUT
-    if known is None or known.graph is not context.graph:  # unread ones are removed after each rewrite
-        if not is_replaceable(linear, context.graph, by_transpose=True):
-            return linear.weight, linear.layout
-        weight = g.tensor(linear.weight)
-        assert weight is not None
-        known = g.initializer(context.graph, weights.transpose(weight), f"{linear.weight.name}_nk")
-        context.weights_nk[linear.weight] = known
-        for user in linear.weight.consumers():  # the table of an embedding that shares the weight
-            if user.op_type == "Transpose" and not user.domain and user.graph is context.graph:
-                g.replace(user.outputs[0], known)
-    return known, LAYOUT
+    """Returns the weight and its layout: [N, K], if the other one goes."""
+    if linear.layout == LAYOUT or not is_replaceable(linear, context.graph, by_transpose=True):
+        return linear.weight, linear.layout
+    weight = g.tensor(linear.weight)
+    assert weight is not None
+    turned = g.initializer(context.graph, weights.transpose(weight), f"{linear.weight.name}_nk")
+    for user in linear.weight.consumers():  # the table of an embedding that shares the weight
+        if user.op_type == "Transpose" and not user.domain and user.graph is context.graph:
+            g.replace(user.outputs[0], turned)
+    return turned, LAYOUT
 
 
 def join_rows(context: g.RewriteContext, parts: Sequence[Rows], prefix: str) -> list[ir.Value | None]:

@@ -45,10 +45,6 @@ class Rotary(
 ):
     """Fuses a rotation, and on CUDA another one of the same angles with it."""
 
-    def __init__(self, context: g.RewriteContext) -> None:
-        super().__init__(context)
-        self.angles = dict[tuple[object, ...], ir.Value]()
-
     def match(self, node: ir.Node) -> _Rotation | g.Skipped | str:
         match = match_rotation(node)
         if match is None:
@@ -79,7 +75,7 @@ class Rotary(
         merge = merged_tokens if match.tokens_first else merged_heads  # which is the same of both
         merged = [merge(each.heads, each.node) for each in pair]
         heads = [each.value for each in merged if each is not None]
-        angles = [self._angles(match, match.match.cos, 1.0), self._angles(match, match.match.sin, 0.0)]
+        angles = [_angles(match, match.match.cos, 1.0), _angles(match, match.match.sin, 0.0)]
         if len(pair) == 1:
             results: Sequence[ir.Value] = [_single(match, heads[0], angles)]
         else:
@@ -93,22 +89,19 @@ class Rotary(
             old = flattened(each.node, each.match.x)
             self.replace(old, split(result, each.count, each.size, g.maker(old)))
 
-    def _angles(self, rotation: _Rotation, value: ir.Value, number: float) -> ir.Value:
-        """Returns cos or sin for all tokens of the heads; those in front get a number."""
-        node, tokens = rotation.node, 1 if rotation.tokens_first else 2
-        key = value, rotation.more, tokens
-        if key not in self.angles:
-            if rotation.more:
-                sizes, axis = [_size(value, i) for i in range(g.rank(value))], tokens - 4 + g.rank(value)
-                first, whole = (
-                    [*sizes[:axis], size, *sizes[axis + 1 :]]
-                    for size in (rotation.more, rotation.more + sizes[axis])
-                )
-                row = g.scalar_constant(node, number, value)
-                start = g.add(node, "Expand", [row, g.int_constant(node, first)], shape=first)
-                value = g.add(node, "Concat", [start, value], {"axis": axis}, shape=whole)
-            self.angles[key] = value
-        return self.angles[key]
+
+def _angles(rotation: _Rotation, value: ir.Value, number: float) -> ir.Value:
+    """Returns cos or sin for all tokens of the heads; those in front get a number."""
+    if not rotation.more:
+        return value
+    node, axis = rotation.node, (1 if rotation.tokens_first else 2) - 4 + g.rank(value)
+    sizes = [_size(value, i) for i in range(g.rank(value))]
+    first, whole = (
+        [*sizes[:axis], size, *sizes[axis + 1 :]] for size in (rotation.more, rotation.more + sizes[axis])
+    )
+    row = g.scalar_constant(node, number, value)
+    start = g.add(node, "Expand", [row, g.int_constant(node, first)], shape=first)
+    return g.add(node, "Concat", [start, value], {"axis": axis}, shape=whole)
 
 
 def _can_fuse(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> bool:
