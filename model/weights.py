@@ -184,19 +184,11 @@ def transpose(tensor: ir.TensorProtocol, permutation: Sequence[int] = (1, 0)) ->
 
 
 def join(tensors: Tensors, axis: int = 0) -> ir.TensorProtocol:
-    """Concatenates tensors; parts of one that follow each other are a part of it again."""
+    """Concatenates tensors."""
     first, shape = tensors[0], [*sizes(tensors[0])]
     axis %= len(shape)
     shape[axis] = sum(sizes(each)[axis] for each in tensors)
-    parts = [typed(Recipe, each) for each in tensors if _is_part(each, axis)]
-    if len(parts) == len(tensors):
-        source, starts = parts[0].sources[0], [each.parameters[1] for each in parts]
-        stops = [each.parameters[2] for each in parts]
-        if starts[1:] == stops[:-1] and all(each.sources[0] is source for each in parts):
-            return part(source, axis, starts[0], stops[-1])
-    if len(tensors) == 1:
-        return first
-    return _made("join", tensors, (axis,), first.dtype, shape)
+    return first if len(tensors) == 1 else _made("join", tensors, (axis,), first.dtype, shape)
 
 
 def part(tensor: ir.TensorProtocol, axis: int, start: int, stop: int) -> ir.TensorProtocol:
@@ -205,16 +197,6 @@ def part(tensor: ir.TensorProtocol, axis: int, start: int, stop: int) -> ir.Tens
     axis %= len(shape)
     if (start, stop) == (0, shape[axis]):
         return tensor
-    if _is_part(tensor, axis):
-        recipe = typed(Recipe, tensor)
-        begin = recipe.parameters[1]
-        return part(recipe.sources[0], axis, begin + start, begin + stop)
-    if isinstance(tensor, Recipe) and tensor.operation == "join" and tensor.parameters == (axis,):
-        end = 0
-        for source in tensor.sources:
-            begin, end = end, end + sizes(source)[axis]
-            if begin <= start and stop <= end:
-                return part(source, axis, start - begin, stop - begin)
     shape[axis] = stop - start
     return _made("part", [tensor], (axis, start, stop), tensor.dtype, shape)
 
@@ -275,10 +257,6 @@ def _made(
     if is_large(recipe):
         return recipe
     return ir.tensor(np.array(recipe.read(_all(recipe._shape)), order="C"), dtype=dtype)
-
-
-def _is_part(tensor: ir.TensorProtocol, axis: int) -> bool:
-    return isinstance(tensor, Recipe) and tensor.operation == "part" and tensor.parameters[0] == axis
 
 
 # ------------------------------------------------------------------------------------ reading
