@@ -41,9 +41,9 @@ class Comparison:
     def __post_init__(self) -> None:
         self.noise, self.library = cache(self._noise), self.source.user_ops.libraries or None
 
-    def _noise(self) -> equivalence.Errors:
+    def _noise(self, chosen: tuple[int, ...]) -> equivalence.Errors:
         nudged = self.source.form(equivalence.nudge_weights(self.model.clone()))
-        return equivalence.noise(nudged.what, self.library, self.reference)
+        return equivalence.noise(nudged.what, self.library, self.reference.some(chosen))
 
     def check(self, result: Form, dtype: str = "float32") -> float:
         """Returns the error of a form that computes in fp32; `dtype`: the coarsest one of its inputs and
@@ -103,9 +103,11 @@ class Comparison:
         except TwinopError as failure:
             self.note = self._note_on(failure, plain_form, reference)
             return None
-        noise = self._noise_in_16_bits(plain, plain_form, reference)
+        is_asked = self.source.options.dtype is not None
+        rounds = is_asked or bool(reference.beyond_rounding(errors, report.dtype))
+        noise = self._noise_in_16_bits(plain, plain_form, reference, rounds)
         self._require_fitting(noise, reference)
-        reference.check(errors, lambda: noise, report.dtype)
+        reference.check(errors, lambda chosen: [noise[index] for index in chosen], report.dtype)
         return reference.largest(errors)
 
     def _note_on(
@@ -127,27 +129,27 @@ class Comparison:
         return f"compared in its fp32 form: {text}"
 
     def _noise_in_16_bits(
-        self, plain: ir.Model | None, form: Form | None, reference: equivalence.Reference
+        self, plain: ir.Model | None, form: Form | None, reference: equivalence.Reference, rounds: bool
     ) -> equivalence.Errors:
-        """Returns the errors of the original in 16 bits, also with results that are rounded: ONNX Runtime
-        computes much in fp32 on the CPU. They are infinite for edge cases that overflow inside."""
+        """Returns the errors of the original in 16 bits, also with results that are rounded (`rounds`): ONNX
+        Runtime computes much in fp32 on the CPU. They are infinite for edge cases that overflow inside."""
         runs = list[equivalence.Errors]()
-        for rounds in (False, True):
+        for is_rounded in (False, True)[: 1 + rounds]:
             try:
                 if plain is None or form is None:
                     raise NotRunnable("unknown")
-                what = self.source.form(round_results(plain.clone())) if rounds else form
-                errors, _ = self._errors_in(what, reference, not rounds)
+                what = self.source.form(round_results(plain.clone())) if is_rounded else form
+                errors, _ = self._errors_in(what, reference, not is_rounded)
             except (NotRunnable, TwinopError):
                 continue
-            if not rounds or reference.largest(errors) <= MAX_USABLE_ERROR:
+            if not is_rounded or reference.largest(errors) <= MAX_USABLE_ERROR:
                 runs.append(errors)
         if not runs:
             known = [0.0] * reference.typical + [inf] * len(reference.edge)
             return [[error] * len(row) for error, row in zip(known, reference.outputs, strict=True)]
         largest = [*map(reference.largest, runs)]
         self.own_error = max((each for each in largest if each <= MAX_USABLE_ERROR), default=largest[0])
-        if equivalence.has_steps(self.model):
+        if rounds and equivalence.has_steps(self.model):
             return self._noise_of_steps(runs, reference)
         return equivalence.largest_of(runs)
 
