@@ -5,7 +5,7 @@
     print(optimize("old.onnx", "fast.onnx", dtype="bfloat16"))
 
 `load.py` reads a model. `prepare.py` converts it to fp32, folds constants and infers shapes. Then the
-rewrites run, in the order of `REWRITES` in `optimizer.py`. Each is a module whose docstring says what it
+rewrites run, in the order of `PASSES` in `passes.py`. Each is a module whose docstring says what it
 matches and what it writes.
 `verifier.py` compares the result with the original, and `precision.py` converts it to 16 bits. `float8.py`
 then puts matmuls in 8 bits.

@@ -49,11 +49,9 @@ Kinds = dict[str, list[list[float]]]  # of each structure: the magnitudes of the
 
 
 class Kind:
-    """The structure of a segment: of its part of the original, and then of its part of the result. `contents`
-    has what `content` has returned, by the identity of tensors, which segments share."""
+    """The structure of a segment: of its part of the original, and then of its part of the result."""
 
-    def __init__(self, contents: dict[int, object]) -> None:
-        self.contents = contents
+    def __init__(self) -> None:
         self.records = list[object]()
         self.biases = list[float]()  # their largest magnitudes
         self.numbers = dict[object, int]()  # of what crosses, of inputs and of sizes, by name
@@ -101,9 +99,7 @@ class Kind:
         if (tensor := g.tensor(value)) is not None:
             if is_weight:
                 return self._number("weight", value), form(tensor)
-            if id(tensor) not in self.contents:
-                self.contents[id(tensor)] = content(tensor)
-            return self.contents[id(tensor)]
+            return content(tensor)
         if is_given or str(value.name) in crossing:
             shape = [self._number("size", each) for each in g.dims(value) or []] if is_given else []
             known[value] = (self._number("input", value.name), is_given, value.dtype, shape)

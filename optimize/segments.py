@@ -116,9 +116,9 @@ def cut(original: ir.Model, result: ir.Model, most_bytes: int | None = None) -> 
     for name in read:  # the original's parts return what parts of the result return, too
         at = before.position[before.named[name]] if name in before.named else -1
         parts[0][bisect_left(bounds[0], at)].outputs.append(name)
-    kinds, contents, known, start = list[str](), dict[int, object](), Kinds(), (-1, -1)
+    kinds, known, start = list[str](), Kinds(), (-1, -1)
     for stop, *pair in zip(places, *parts, strict=True):
-        kind = Kind(contents)
+        kind = Kind()
         for form, first, last, part in zip((before, after), start, stop, pair, strict=True):
             kind.add(form.nodes[first + 1 : last + 1], part.inputs, part.outputs)
         kinds.append(kind.name(known))
