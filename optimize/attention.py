@@ -48,9 +48,9 @@ class Attention(Rewrite[ir.Node], key="attention", op_types=("Softmax",), patter
 
     def apply(self, node: ir.Node, match: ir.Node) -> None:
         if g.rank(node.outputs[0]) == 4:
-            _fuse(self, node, match)
+            _fuse(self.context, node, match)
         else:
-            _fuse_windows(self, scores_of(node, match), match)
+            _fuse_windows(scores_of(node, match), match)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         result = super().call(model)
@@ -94,9 +94,9 @@ def after_nan_guard(softmax: ir.Node) -> ir.Value:
     return choice.outputs[0] if guards else value
 
 
-def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
+def _fuse(context: g.RewriteContext, softmax: ir.Node, matmul: ir.Node) -> None:
     """Replaces the attention around a softmax with one node."""
-    context, scores = rewrite.context, scores_of(softmax, matmul)
+    scores = scores_of(softmax, matmul)
     probabilities = matmul.inputs[0]
     q, on_q = scores.query(matmul)
     k, on_k = untransposed(scores.matmul)
@@ -144,7 +144,7 @@ def _fuse(rewrite: Attention, softmax: ir.Node, matmul: ir.Node) -> None:
     replace_output(matmul.outputs[0], result, v3)
 
 
-def _fuse_windows(rewrite: Attention, scores: Scores, matmul: ir.Node) -> None:
+def _fuse_windows(scores: Scores, matmul: ir.Node) -> None:
     """Replaces attention on [..., S, D] without a mask or with [..., S, T], such as windows [B, H, W, S, D]:
     each element of the dimensions before S becomes a sequence with one head, so nothing is transposed."""
     q, on_q = scores.query(matmul)

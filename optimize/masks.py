@@ -121,7 +121,7 @@ def _try_long(model: ir.Model, mask: _Mask, sizes: inputs.Sizes, name: str) -> b
     buffers = [each for each in ancestors if each.const_value is not None and each.const_value.size > _SMALL]
     sizes_of_buffers = {size for each in buffers for size in g.dims(each) or () if isinstance(size, int)}
     lengths = {longest, longest // short * short, _LONG, 1024, 512, 256, 128, 64, *sizes_of_buffers}
-    sizes = replace(sizes, fixed=_fixed_for(model, mask.value, sizes))
+    sizes = replace(sizes, fixed=_fixed_for(mask.value, sizes))
     if inputs.shapes(model, sizes) == inputs.shapes(model, replace(sizes, length=longest)):
         return True
     tried = sorted((length for length in lengths if short < length <= longest), reverse=True)
@@ -136,7 +136,7 @@ def _try_long(model: ir.Model, mask: _Mask, sizes: inputs.Sizes, name: str) -> b
     return False
 
 
-def _fixed_for(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> tuple[tuple[str, int], ...]:
+def _fixed_for(mask: ir.Value, sizes: inputs.Sizes) -> tuple[tuple[str, int], ...]:
     """Returns the sizes that stay while the lengths that a mask depends on grow, also channels, height and
     width."""
     small = [value for value in g.given_of(mask) if g.rank(value) < 4]

@@ -66,7 +66,7 @@ class EmbedNorm(_NormInput, key="embed_norm", ops=("layer_norm",)):
         total, shape = node.inputs[0], g.dims(node.inputs[0]) or []
         if total is None or len(shape) != 3 or not _is_fusible(node):
             return "it norms no [B, S, C], has no weight, or is not over the last dimension"
-        terms = _terms(total, node)
+        terms = _terms(total)
         lookup = next((term for term in terms if _is_lookup(term, shape)), None)
         rows = sorted((term for term in terms if term is not lookup), key=g.rank)
         if lookup is None or not rows:
@@ -102,8 +102,8 @@ def _is_fusible(norm: ir.Node) -> bool:
     return has_weight and g.attribute(norm, "axis", -1) in (-1, g.rank(norm.inputs[0]) - 1)
 
 
-def _terms(value: ir.Value, reader: ir.Node) -> list[ir.Value]:
-    """Returns the terms of a sum. Only the whole sum may have readers other than `reader`."""
+def _terms(value: ir.Value) -> list[ir.Value]:
+    """Returns the terms of a sum, of which only the whole may have several readers."""
     node = g.producer(value, "Add")
     if node is None:
         return [value]
@@ -111,7 +111,7 @@ def _terms(value: ir.Value, reader: ir.Node) -> list[ir.Value]:
         term
         for each in node.inputs
         if each is not None
-        for term in (_terms(each, node) if g.only_user(each) is node else [each])
+        for term in (_terms(each) if g.only_user(each) is node else [each])
     ]
 
 
