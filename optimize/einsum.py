@@ -84,10 +84,17 @@ class Einsum(Rewrite[_Product], key="einsum", op_types=("Einsum",)):
         b = arranged(match.b, match.of_b, *match.batch, match.sums, match.columns)
         letters = outer + match.columns
         result = g.add(node, "MatMul", [a, b], shape=[*(g.dims(a) or [])[:-1], *(g.dims(b) or [])[-1:]])
+        last, user = node.outputs[0], g.only_user(node.outputs[0])
         if len(match.columns) > 1:
             shape = [sizes[each] for each in letters]
+            if user is not None and user.op_type == "Add" and letters == match.result:
+                for tensor in filter(None, map(g.tensor, user.inputs)):
+                    if [*weights.sizes(tensor)] == shape[-len(match.columns) :]:
+                        row = weights.reshape(tensor, [tensor.size])
+                        bias = g.initializer(self.context.graph, row, f"{last.name}_bias")
+                        result, last = g.add(node, "Add", [result, bias]), user.outputs[0]
             target = [size if isinstance(size, int) else 0 for size in shape]
             result = g.reshape(node, result, target, shape)
         if letters != match.result:
             result = g.transpose(node, result, [letters.index(each) for each in match.result])
-        self.replace(node.outputs[0], result)
+        self.replace(last, result)

@@ -362,16 +362,20 @@ def test_attention_in_other_forms(tmp_path: Path) -> None:
 
 def test_attention_of_einsums(tmp_path: Path) -> None:
     """Keras and JAX write heads, scores and their sum as equations, here with k before q."""
-    heads = " ".join(f'{each} = Einsum <equation = "bsw,whd->bshd"> (x, w{each})' for each in "qkv")
+    head = '{0}0 = Einsum <equation = "bsw,whd->bshd"> (x, w{0}) {0} = Add (b{0}, {0}0)'
+    heads = " ".join(map(head.format, "qkv"))
     model = parsed(
         f"(float[B, S, 8] x) => (float[B, S, 8] y) {{ {heads} "
         's = Einsum <equation = "bkhd,bqhd->bhqk"> (k, q) p = Softmax (s) '
         'a = Einsum <equation = "bhqk,bkhd->bqhd"> (p, v) y = Einsum <equation = "bqhd,hdw->bqw"> (a, o) }',
         **{f"w{each}": weights(8, 2, 4, seed=seed) for seed, each in enumerate("qkv")},
+        **{f"b{each}": weights(2, 4, seed=seed) for seed, each in enumerate("qkv")},
         o=weights(2, 4, 8),
     )
     report, fast = optimized(model, tmp_path)
-    assert report.fused == {"linear": 4, "attention": 1} and not nodes(fast, "Transpose", "Einsum")
+    assert report.fused == {"linear+bias": 3, "linear": 1, "attention": 1} and not nodes(
+        fast, "Transpose", "Einsum"
+    )
 
 
 def test_an_einsum_is_transposed_behind_the_matmul(tmp_path: Path) -> None:
