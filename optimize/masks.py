@@ -22,7 +22,7 @@ from twinop.record.dimensions import expressions
 from . import graph as g
 from . import inputs
 from .attention import is_attention, masks_of
-from .scores import KNOWN, KnownMask, known_of
+from .scores import HIDES, KNOWN, KnownMask, known_of
 
 _HIDDEN = -1e4  # exp() of this or less is 0, in fp16 too
 _LOWEST = -1e30  # no score exceeds it
@@ -54,7 +54,8 @@ def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None
     values = dict.fromkeys(mask for softmax in softmaxes for mask in masks_of(softmax))
     masks = [
         _Mask(value) for value in values
-        if value.dtype is ir.DataType.FLOAT and g.rank(value) in (2, 4) and _is_known(value)
+        if (value.dtype is ir.DataType.FLOAT or HIDES in value.meta) and g.rank(value) in (2, 4)
+        and _is_known(value)
     ]  # fmt: skip
     given = [
         value for value in context.graph.inputs
@@ -106,6 +107,9 @@ def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str
         return False
     for case, arrays in zip(cases, found, strict=True):
         for mask, array in zip(masks, map(np.asarray, arrays), strict=True):
+            if HIDES in mask.value.meta:
+                on_true, lowest = mask.value.meta[HIDES]
+                array = np.where(array == on_true, lowest, 0.0)
             mask.kinds &= {kind for kind in mask.kinds if _is_of_kind(array, kind, case.get(name))}
             hidden = array[array <= _HIDDEN]
             mask.lowest |= {float(hidden.min()), float(hidden.max())} if hidden.size else set()

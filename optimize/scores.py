@@ -13,6 +13,7 @@ from . import graph as g
 from .heads import SWAP_ROWS
 
 KNOWN = "what a mask hides"  # in the `meta` of masks: a `KnownMask`
+HIDES = "where a condition hides scores"  # in the `meta` of conditions of Where: on True, with which number
 LOWEST = float(np.finfo(np.float32).min)
 _HIDDEN = -6e4  # a score of this or less is 0 after the softmax; -65504 is fp16's lowest number
 
@@ -219,13 +220,16 @@ def _mask_of_where(node: ir.Node, scale: float, before: ir.Node) -> tuple[ir.Val
     scores = b if g.scalar(a) is not None else a
     if hidden is None or scores is None or number is None or number * scale > _HIDDEN:
         raise g.Skipped("Where replaces scores with a number that does not hide them")
-    if before.op_type == "Softmax":  # `masks_of` inserts no nodes
-        return scores, hidden
     # The sum of a score and the lowest number is that number, as Where returns one number for all scores.
-    lowest = number if np.isneginf(number) else LOWEST
+    on_true, lowest = scores is b, number if np.isneginf(number) else LOWEST
+    if before.op_type == "Softmax":  # `masks_of` inserts no nodes
+        hidden.meta.setdefault(HIDES, (on_true, lowest))
+        return scores, hidden
     constants = [g.scalar_constant(before, each, scores) for each in (0.0, lowest)]
-    first, second = constants[::-1] if g.scalar(a) is not None else constants
-    return scores, g.add(before, "Where", [hidden, first, second])
+    mask = g.add(before, "Where", [hidden, *(constants[::-1] if on_true else constants)])
+    if hidden.meta.get(HIDES) == (on_true, lowest):
+        mask.meta[KNOWN] = known_of(hidden)
+    return scores, mask
 
 
 def _factor(node: ir.Node) -> tuple[ir.Value, float] | None:

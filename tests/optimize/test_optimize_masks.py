@@ -76,14 +76,16 @@ def test_a_window_that_short_sequences_do_not_show(tmp_path: Path) -> None:
         check_same(tmp_path, {f"{name}/{key}": each for name in WINDOWS for key, each in given.items()})
 
 
-def test_a_window_above_all_that_is_tried(tmp_path: Path) -> None:
-    mask = (
-        "d = Sub (i, j) a = GreaterOrEqual (d, zero) b = Less (d, huge) c = And (a, b) "
-        "bias = Where (c, shown, lowest) r = Add (s, bias) p = Softmax (r)"
-    )
+@pytest.mark.parametrize(("shows", "causal"), [("And (a, b)", None), ("Identity (a)", 1)])
+@pytest.mark.parametrize("choice", ["c, s, lowest", "h, infinite, s"])
+def test_scores_that_a_condition_chooses(shows: str, causal: int | None, choice: str, tmp_path: Path) -> None:
+    """A window above all lengths that are tried stays."""
+    mask = f"""d = Sub (i, j) a = GreaterOrEqual (d, zero) b = Less (d, huge) c = {shows} h = Not (c)
+        r = Where ({choice}) p = Softmax (r)"""
     _, model = optimized(attention(mask, huge=np.array(100_000)), tmp_path)
     [node] = nodes(model, "MultiHeadAttention")
-    assert "unidirectional" not in node.attributes
+    assert node.attributes.get_int("unidirectional") == causal
+    check_same(tmp_path, feeds(9, 9))
 
 
 _PADDING = "u = Cast <to=9> (mask)"
