@@ -103,9 +103,8 @@ class Comparison:
         except TwinopError as failure:
             self.note = self._note_on(failure, plain_form, reference)
             return None
-        is_asked = self.source.options.dtype is not None
-        rounds = is_asked or bool(reference.beyond_rounding(errors, report.dtype))
-        noise = self._noise_in_16_bits(plain, plain_form, reference, rounds)
+        is_sure = self.source.options.dtype is None and not reference.beyond_rounding(errors, report.dtype)
+        noise = self._noise_in_16_bits(plain, plain_form, reference, not is_sure)
         self._require_fitting(noise, reference)
         reference.check(errors, lambda chosen: [noise[index] for index in chosen], report.dtype)
         return reference.largest(errors)

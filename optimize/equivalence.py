@@ -130,12 +130,11 @@ class Reference:
         return check_shown(graph, self.outputs[: self.typical], allowed, cure)
 
     def unchanging(self, graph: ir.Graph) -> list[str]:
-        """Returns a note for each output that has the same numbers in the first two cases."""
-        rows = zip(graph.outputs, *self.outputs[: min(self.typical, 2)], strict=True)
+        """Returns a note for each output that has the same numbers in two cases that follow each other."""
         return [
             f"output {value.name} is the same for other inputs: it may depend on none"
-            for value, first, *other in rows
-            if other and _is_float(first) and first.size and np.array_equal(first, other[0])
+            for value, *found in zip(graph.outputs, *self.outputs[: self.typical], strict=True)
+            if _is_float(found[0]) and found[0].size and any(map(np.array_equal, found, found[1:]))
         ]
 
     def without(self, is_left_out: Callable[[Case], bool]) -> "Reference":
@@ -203,7 +202,8 @@ def generated(
         sizes: Sizes, hidden: Sequence[str] = hidden, others: Sequence[Sizes] = (), notes: Sequence[str] = ()
     ) -> tuple[Reference, Sizes] | None:
         nonlocal best
-        others = others or [replace(sizes, batch=1, length=sizes.length + 2 * (sizes.length % 2))]
+        other = replace(sizes, batch=1, length=sizes.length + 2 * (sizes.length % 2))
+        others = others or [other] * (1 + (len(hidden) == 1))  # two cases of the same sizes
         kinds = [(sizes, hide) for hide in hidden] + [(other, "nothing") for other in others]
         for positive in (False, True):
             try:
