@@ -120,13 +120,13 @@ def row_op(name: str, count: int, width: int, timer: DeviceTimer) -> dict[str, A
     return side_by_side(makers, check, timer, rounds=21, again=())
 
 
-_LARGE = Size(layers=8, width=1024, heads=16, vocabulary=2000)
-_PROMPT = Size(layers=4, width=2048, heads=16, vocabulary=2000, batch=1, tokens=4096)
+_LARGE = Size(layers=24, width=1024, heads=16, vocabulary=2000)
+_PROMPT = Size(layers=16, width=2048, heads=16, vocabulary=2000, batch=1, tokens=4096)
 MODELS = {
     "bert-large": (BERT, _LARGE),
     "vit-large": (VIT, replace(_LARGE, batch=64, tokens=196)),
     "llama-2048": (LLAMA, _PROMPT),
-    "llama-4096": (LLAMA, replace(_PROMPT, width=4096, heads=32, inner=14336)),
+    "llama-4096": (LLAMA, replace(_PROMPT, layers=4, width=4096, heads=32, inner=14336)),
 }
 
 
