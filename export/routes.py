@@ -49,7 +49,8 @@ def _dynamo(source: Source) -> ir.Model:
     for op in (torch.ops.aten.gru.input, torch.ops.aten.lstm.input):
         # torch 2.13 caches the decomposed layer there, which would change the next export.
         getattr(op, "_dispatch_cache", {}).clear()
-    with kept_state(source.model):
+    printed = mock.patch("torch.export._trace.print", lambda *_, **__: None, create=True)  # whole graphs
+    with kept_state(source.model), printed:
         program = torch.onnx.export(
             source.model if inputs.plain else _TensorFunction(source.model, inputs),
             tuple(inputs.tensors.values()),

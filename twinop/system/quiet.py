@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LOGGERS = (
-    "torch.onnx", "torch.export", "onnxscript", "onnx_ir", "onnxruntime.tools.symbolic_shape_infer",
+    "torch.onnx", "torch.export", "torch.fx.experimental.symbolic_shapes", "onnxscript", "onnx_ir",
+    "onnxruntime.tools.symbolic_shape_infer",
 )  # fmt: skip
 
 
