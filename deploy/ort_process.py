@@ -1,12 +1,13 @@
 """Runs models in a process of its own: one that crashes or never ends is then an error of the caller's.
 
-A server process imports ONNX Runtime once and forks for each call, which then starts in milliseconds and sees
-the current library files. All of it is one process group, which ends with the process that started it.
+A server process imports ONNX Runtime once and forks. The fork answers all calls, until one of them crashes;
+the server waits for it. Both are one process group, which ends with the process that started it.
 """
 
 import atexit
 import ctypes
 import fcntl
+import gc
 import importlib
 import io
 import os
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,7 +63,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 class Server:
-    """The process that forks for each call. It is started by the first one, and again if it has ended."""
+    """The process that answers calls. It is started by the first one, and again if it has ended."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -165,7 +167,7 @@ def serve(parent: int, *modules: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
     end()
     import onnx
-    import onnxruntime  # noqa: F401  # before the first fork, so that no call pays for it
+    import onnxruntime  # no call pays for it
 
     from .registration import copied
 
@@ -178,27 +180,24 @@ def serve(parent: int, *modules: str) -> None:
             with suppress(LibraryError):
                 read_library(path, domain=DOMAIN)
 
+    gc.freeze()
     answers, server = os.fdopen(os.dup(1), "wb"), os.getpid()
     os.dup2(2, 1)  # keeps what models and ONNX Runtime print out of the answers
-    while True:
-        try:
-            call = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        if (forked := os.fork()) == 0:
-            try:
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() == server:
-                    _answer(answers, call)
-                    os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)  # never an ordinary exit: there ONNX Runtime waits for threads that a fork lacks
-        del call  # its arrays; the fork has them
+    if (forked := os.fork()) != 0:  # Python takes no signal while a model runs, so this process waits for it
         status = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
-        if status != 0:  # perhaps in the middle of an answer, so the next call needs another pipe
-            os._exit(status if status > 0 else 128 - status)
+        os._exit(status if status >= 0 else 128 - status)
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        while os.getppid() == server and sys.stdin.buffer.peek():
+            onnxruntime.set_seed(time.monotonic_ns())  # random numbers differ, and so tell themselves
+            _answer(answers, pickle.load(sys.stdin.buffer))
+            gc.collect()  # sessions, whose memory goes back to the system
+            ctypes.CDLL(None).malloc_trim(0)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # perhaps in the middle of an answer, so the next call needs another pipe
 
 
 def _answer(pipe: Any, call: Any) -> None:

@@ -174,6 +174,6 @@ def test_a_failing_export_is_silent(exporter: str, tmp_path: Path, capfd: Any, c
 
 
 def test_a_request_that_fails_in_no_foreseen_way_ends_its_process() -> None:
-    """An ordinary exit of the fork would wait for threads of ONNX Runtime that it does not have."""
+    """Half of its answer may have been sent."""
     with pytest.raises(ort_process.OrtCrash, match="exit code 1"):
         ort_process.SERVER.run(os.listdir, "/no such folder")
