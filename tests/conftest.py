@@ -56,7 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """The garbage collector took a tenth of the time: what is imported stays, and need not be looked at."""
     gc.enable()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
 
@@ -64,7 +63,9 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     read_once.keep()
     if "torch" in sys.modules:  # a test that fails fails again, whatever ran before it
-        sys.modules["torch"].manual_seed(zlib.crc32(item.nodeid.encode()))
+        torch = sys.modules["torch"]  # without a GPU its `manual_seed` keeps a stack for each kind of device
+        seed = torch.manual_seed if _cuda_devices() else torch.default_generator.manual_seed
+        seed(zlib.crc32(item.nodeid.encode()))
     if item.get_closest_marker("cuda") is not None and _cuda_devices() == 0:
         pytest.skip("needs an NVIDIA GPU and a torch built for it")
 
