@@ -129,8 +129,7 @@ class Server:
         """Ends the process, and what it has started."""
         if self.process is not None and self._owner == os.getpid():
             with suppress(BrokenPipeError), self.process:
-                if self.process.poll() is None:
-                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.terminate()
 
 
 SERVER = Server()
@@ -184,6 +183,13 @@ def serve(parent: int, *modules: str) -> None:
     answers, server = os.fdopen(os.dup(1), "wb"), os.getpid()
     os.dup2(2, 1)  # keeps what models and ONNX Runtime print out of the answers
     if (forked := os.fork()) != 0:  # Python takes no signal while a model runs, so this process waits for it
+
+        def close(*_: Any) -> None:
+            os.kill(forked, signal.SIGKILL)
+            os.waitpid(forked, 0)  # its time counts among that of the caller's children
+            os.killpg(0, signal.SIGKILL)
+
+        signal.signal(signal.SIGTERM, close)
         status = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
         os._exit(status if status >= 0 else 128 - status)
     try:
