@@ -270,14 +270,14 @@ def test_no_request_is_lost_or_wrong_while_versions_are_swapped_and_at_sigterm(t
     (tmp_path / "twinop.toml").write_text("[server]\npoll_seconds = 0.05")
     options = ("--provider", "cpu", "--max-batch-size", "32")
     swapped, broken, last, version = list[int](), list[int](), 1, 1
-    with ThreadPoolExecutor(32) as pool, serve(tmp_path, *options) as served:
+    with ThreadPoolExecutor(12) as pool, serve(tmp_path, *options) as served:
         load = Load(served)
 
         def is_now(version: int, state: str) -> bool:
             return load.served.versions().get(("load", version), ("",))[0] == state
 
-        posting = [pool.submit(load.over_http, seed) for seed in range(20)]
-        calling = [pool.submit(load.over_grpc, seed) for seed in range(12)]
+        posting = [pool.submit(load.over_http, seed) for seed in range(8)]
+        calling = [pool.submit(load.over_grpc, seed) for seed in range(4)]
         while load.answered.total() < requests or not broken:
             version += 1
             if is_broken := version % 4 == 0:
