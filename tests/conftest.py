@@ -64,8 +64,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     read_once.keep()
     if "torch" in sys.modules:  # a test that fails fails again, whatever ran before it
         torch = sys.modules["torch"]  # without a GPU its `manual_seed` keeps a stack for each kind of device
-        seed = torch.manual_seed if _cuda_devices() else torch.default_generator.manual_seed
-        seed(zlib.crc32(item.nodeid.encode()))
+        (torch if _cuda_devices() else torch.default_generator).manual_seed(zlib.crc32(item.nodeid.encode()))
     if item.get_closest_marker("cuda") is not None and _cuda_devices() == 0:
         pytest.skip("needs an NVIDIA GPU and a torch built for it")
 
