@@ -186,6 +186,7 @@ def _runtime(has_gpu: bool, libraries: list[Library]) -> Iterator[Finding]:
                     problems = SERVER.run(_run_node, name, libraries)
             except TwinopError as problem:
                 problems = [str(problem)]
+                SERVER.close()  # a GPU's error may stay in the process
             yield from (warning(name, each) for each in problems)
             yield from () if problems else (ok(name, "runs a node"),)
 

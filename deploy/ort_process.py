@@ -1,7 +1,8 @@
 """Runs models in a process of its own: one that crashes or never ends is then an error of the caller's.
 
-A server process imports ONNX Runtime once and forks. The fork answers all calls, until one of them crashes;
-the server waits for it. Both are one process group, which ends with the process that started it.
+A server process imports ONNX Runtime once and forks. The fork answers all calls, until one of them crashes
+or the environment has other settings; the server waits for it. Both are one process group, which ends with
+the process that started it.
 """
 
 import atexit
@@ -32,6 +33,7 @@ from twinop.system import python_child
 
 _PR_SET_PDEATHSIG = 1
 _PIPE = 1 << 20  # bytes: with 64 KiB, the default, both processes wait for each other all the time
+_READ_ONCE = ("CUDA_", "OMP_", "ORT_", "TWINOP_")  # variables that libraries read with their first call
 _seconds: ContextVar[float] = ContextVar("seconds", default=600.0)
 
 
@@ -69,6 +71,7 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # a fork of this process must have a server of its own
         self._lock = threading.Lock()
+        self._read: dict[str, str] | None = None  # the environment of its start
         atexit.register(self.close)
 
     def run(self, function: Callable[..., Iterable[Any]], *arguments: Any) -> list[Any]:
@@ -113,8 +116,11 @@ class Server:
                 self._started(modules)
 
     def _started(self, modules: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
+        read = {name: os.environ[name] for name in os.environ if name.startswith(_READ_ONCE)}
+        if self._read != read:
+            self.close()
         if self.process is None or self._owner != os.getpid() or self.process.poll() is not None:
-            self._owner = os.getpid()
+            self._owner, self._read = os.getpid(), read
             arguments = ", ".join(map(repr, (os.getpid(), *modules)))
             command = python_child.python(f"from {__name__} import serve; serve({arguments})")
             pipe = subprocess.PIPE  # in a session of its own: Ctrl-C is the caller's
@@ -168,13 +174,13 @@ def serve(parent: int, *modules: str) -> None:
     import onnx
     import onnxruntime  # no call pays for it
 
-    from .registration import copied
+    from . import registration
 
     for each in modules:
         importlib.import_module(each)
     onnx.defs.has("Relu")  # makes the table of operators
     with suppress(LibraryError):  # the copy and the records serve each run, as long as the file is the same
-        read_library(own := find_library("custom_ops").resolve(), copied(own).path)
+        read_library(own := find_library("custom_ops").resolve(), registration.copied(own).path)
         for path in own.parent.glob("lib*.so"):
             with suppress(LibraryError):
                 read_library(path, domain=DOMAIN)
@@ -185,17 +191,20 @@ def serve(parent: int, *modules: str) -> None:
     if (forked := os.fork()) != 0:  # Python takes no signal while a model runs, so this process waits for it
 
         def close(*_: Any) -> None:
-            os.kill(forked, signal.SIGKILL)
-            os.waitpid(forked, 0)  # its time counts among that of the caller's children
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(forked, signal.SIGKILL)
+                os.waitpid(forked, 0)  # its time counts among that of the caller's children
             os.killpg(0, signal.SIGKILL)
 
         signal.signal(signal.SIGTERM, close)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the caller may have blocked it
         status = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
         os._exit(status if status >= 0 else 128 - status)
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         while os.getppid() == server and sys.stdin.buffer.peek():
-            onnxruntime.set_seed(time.monotonic_ns())  # random numbers differ, and so tell themselves
+            registration.skip_subprocess_probe, registration.loaded_before = False, frozenset()
+            onnxruntime.set_seed(time.monotonic_ns())  # a model that draws numbers differs between two runs
             _answer(answers, pickle.load(sys.stdin.buffer))
             gc.collect()  # sessions, whose memory goes back to the system
             ctypes.CDLL(None).malloc_trim(0)

@@ -143,7 +143,7 @@ def _runs(
     loaded_before: frozenset[str],
 ) -> Iterator[Any]:
     """Yields the libraries, and their SHA-256, then of each case the outputs or why it failed."""
-    # This process ends anyway, and another one would take longer than a run.
+    # A crash ends this process alone, and another one would take longer than a run.
     registration.skip_subprocess_probe, registration.loaded_before = True, loaded_before
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors come back as exceptions

@@ -155,6 +155,7 @@ def check(
                     out.print(line, soft_wrap=True)
             except TwinopError as error:
                 problems.append(f"model {name}: {error}")
+                SERVER.close()  # a GPU's error may stay in the process
         if problems:
             raise TwinopError("\n".join(problems))
 

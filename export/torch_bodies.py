@@ -49,13 +49,12 @@ def replay(declared: KernelOp, op: Any, inputs: Sequence[Any], attributes: Named
     finite = ("bool", "str", "int") if op.setting.by_rank else ("bool", "str")
     fixed = {name: attributes[name].value for name, kind in kinds.items() if kind not in (*finite, "float")}
     names = [name for name, kind in kinds.items() if kind in finite]
-    chosen = {name: sorted(attributes[name].values) for name in names}
-    chosen |= {name: [*map(bool, chosen[name])] for name in names if kinds[name] == "bool"}
+    every = itertools.product(*(sorted(attributes[name].values) for name in names))
+    varying = [name for name in names if len(attributes[name].values) > 1]
     branches = []
-    for values in itertools.product(*chosen.values()):
-        named = dict(zip(chosen, values, strict=True))
+    for values in op.occurring(names) if op.setting.by_rank else every:
+        named = {n: bool(v) if kinds[n] == "bool" else v for n, v in zip(names, values, strict=True)}
         for ranks, graph, references in _by_ranks(declared, op.setting, attributes, fixed | named):
-            varying = [name for name in named if len(chosen[name]) > 1]
             conditions: list[tuple[Any, Any]] = [(attributes[name], named[name]) for name in varying]
             conditions += ((inputs[index], rank) for index, rank in ranks.items())
             run = functools.partial(_run, graph, references, inputs, attributes, ranks)

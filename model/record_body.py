@@ -129,6 +129,10 @@ class BodyOps:
         dtypes = tuple(self._calls[0].dtypes[name] for name in names)
         return BodySetting(dtypes, compute, self._opset, ranks, self._by_rank)
 
+    def occurring(self, names: Sequence[str]) -> list[tuple[Any, ...]]:
+        """Returns the values that attributes have together in a call."""
+        return sorted({tuple(call.attributes[name] for name in names) for call in self._calls})
+
     def choose(self, branches: Sequence[Branch], outputs: int) -> tuple[Any, ...]:
         """Adds an `If` for all branches but the last: the first whose conditions hold is run."""
         (conditions, run), *others = branches

@@ -87,12 +87,12 @@ class Einsum(Rewrite[_Product], key="einsum", op_types=("Einsum",)):
         last, user = node.outputs[0], g.only_user(node.outputs[0])
         if len(match.columns) > 1:
             shape = [sizes[each] for each in letters]
-            if user is not None and user.op_type == "Add" and letters == match.result:
-                for tensor in filter(None, map(g.tensor, user.inputs)):
-                    if [*weights.sizes(tensor)] == shape[-len(match.columns) :]:
-                        row = weights.reshape(tensor, [tensor.size])
-                        bias = g.initializer(self.context.graph, row, f"{last.name}_bias")
-                        result, last = g.add(node, "Add", [result, bias]), user.outputs[0]
+            if user is not None and (user.domain, user.op_type) == ("", "Add") and letters == match.result:
+                tensor = g.tensor(g.other_input(user, last)) if g.has_precision_of(node, user) else None
+                if tensor is not None and [*weights.sizes(tensor)] == shape[-len(match.columns) :]:
+                    row = weights.reshape(tensor, [tensor.size])
+                    bias = g.initializer(self.context.graph, row, f"{last.name}_bias")
+                    result, last = g.add(node, "Add", [result, bias]), user.outputs[0]
             target = [size if isinstance(size, int) else 0 for size in shape]
             result = g.reshape(node, result, target, shape)
         if letters != match.result:

@@ -221,13 +221,15 @@ def oriented_weight(context: g.RewriteContext, linear: Linear) -> tuple[ir.Value
     return turned, LAYOUT
 
 
-def join_rows(context: g.RewriteContext, parts: Sequence[Rows], prefix: str) -> list[ir.Value | None]:
+def join_rows(
+    context: g.RewriteContext, parts: Sequence[Rows], name: str, suffixes: Sequence[str] = ("", "_bias")
+) -> list[ir.Value | None]:
     """Returns constants with the rows of several matmuls, one after the other; a bias that only others have
-    is 0."""
+    is 0. `suffixes`: of the name of each."""
     made, counts = list[ir.Value | None](), [weights.sizes(each)[0] for each, *_ in parts if each is not None]
-    for column in zip(*parts, strict=True):
+    for suffix, *column in zip(suffixes, *parts, strict=False):
         kinds = [each.dtype.numpy() for each in column if each is not None]
         zeros = [ir.tensor(np.zeros(count, kinds[0])) for count in counts if kinds]
         rows = [zero if each is None else each for each, zero in zip(column, zeros, strict=False)]
-        made.append(g.initializer(context.graph, weights.join(rows), prefix) if kinds else None)
+        made.append(g.initializer(context.graph, weights.join(rows), name + suffix) if kinds else None)
     return made

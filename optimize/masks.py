@@ -178,8 +178,9 @@ def _numbers(values: set[ir.Value]) -> set[float]:
         array = g.constant(value)
         if array is None or array.dtype.kind not in "iuf":
             continue
+        is_compared = any(user.op_type.startswith(("Less", "Greater")) for user in value.consumers())
         for number in np.abs(array.astype(np.float64)).reshape(-1):
-            is_size = number < 2**31 - 1 if array.dtype.kind != "f" else number < -_HIDDEN - 1
+            is_size = number < (2**31 - 1 if array.dtype.kind != "f" or is_compared else -_HIDDEN - 1)
             found |= {max(number, 1 / number)} if number and is_size else set()
     return found
 

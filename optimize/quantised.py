@@ -27,6 +27,7 @@ from .merge_linear import MERGED
 from .rewrite import LABELS, SKIPPED, Rewrite, label
 
 MATMUL_NBITS = "MatMulNBits"
+SUFFIXES = ("", "_scales", "_zeros", "_bias")  # of the names of its constants
 _BITS, _BLOCKS = (4, 8), (32, 128)
 
 
@@ -167,7 +168,7 @@ def _write(
     """Writes one node for matmuls and what follows them, up to an output."""
     first, sizes = matmuls[0], matmuls[0].sizes
     name = str(first.node.inputs[1].name)  # type: ignore[union-attr]
-    given = join_rows(context, [each.rows() for each in matmuls], name)
+    given = join_rows(context, [each.rows() for each in matmuls], name, SUFFIXES)
     is_gated = op == "linear_q_swiglu"
     width = sum(each.sizes["n"] for each in matmuls) // (1 + is_gated)
     shape = g.dims(output) or [*(g.dims(first.x) or [])[:-1], width]
@@ -184,7 +185,7 @@ def merge(context: g.RewriteContext, before: ir.Node, values: list[ir.Value]) ->
     if not is_alone or len(found) < len(values) or any(_kind(each) != _kind(found[0]) for each in found):
         return None
     first, width = found[0].node, sum(each.sizes["n"] for each in found)
-    *joined, bias = join_rows(context, [each.tensors for each in found], "packed")
+    *joined, bias = join_rows(context, [each.tensors for each in found], "packed", SUFFIXES)
     attributes = {name: each.value for name, each in first.attributes.items()} | {"N": width}
     shape = [*(g.dims(values[0]) or [])[:-1], width]
     y = g.add(before, MATMUL_NBITS, [first.inputs[0], *joined], attributes, domain=g.MICROSOFT, shape=shape)

@@ -112,7 +112,7 @@ def test_the_bytes_are_compared_with_the_source(kind: str, axis: int, tmp_path: 
     _, made = optimized(model(kind, axis), tmp_path)
     source = ir.load(tmp_path / "old.onnx")
     assert not check_weights(source, made, cut(source, made))
-    [name] = [name for name in made.graph.initializers if "blocks" in name]
+    [name] = [node.inputs[1].name for node in nodes(made, "CustomLinearQ")]
     tensor = made.graph.initializers[name].const_value
     assert tensor is not None
     array = tensor.numpy().copy()
