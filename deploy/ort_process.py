@@ -16,7 +16,6 @@ import pickle
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -186,7 +185,7 @@ def serve(parent: int, *modules: str) -> None:
                 read_library(path, domain=DOMAIN)
 
     gc.freeze()
-    answers, server = os.fdopen(os.dup(1), "wb"), os.getpid()
+    calls, answers, server = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb"), os.getpid()
     os.dup2(2, 1)  # keeps what models and ONNX Runtime print out of the answers
     if (forked := os.fork()) != 0:  # Python takes no signal while a model runs, so this process waits for it
 
@@ -202,10 +201,10 @@ def serve(parent: int, *modules: str) -> None:
         os._exit(status if status >= 0 else 128 - status)
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        while os.getppid() == server and sys.stdin.buffer.peek():
+        while os.getppid() == server and calls.peek():
             registration.skip_subprocess_probe, registration.loaded_before = False, frozenset()
             onnxruntime.set_seed(time.monotonic_ns())  # a model that draws numbers differs between two runs
-            _answer(answers, pickle.load(sys.stdin.buffer))
+            _answer(answers, pickle.load(calls))
             gc.collect()  # sessions, whose memory goes back to the system
             ctypes.CDLL(None).malloc_trim(0)
         os._exit(0)

@@ -112,12 +112,11 @@ def test_the_bytes_are_compared_with_the_source(kind: str, axis: int, tmp_path: 
     _, made = optimized(model(kind, axis), tmp_path)
     source = ir.load(tmp_path / "old.onnx")
     assert not check_weights(source, made, cut(source, made))
-    [name] = [node.inputs[1].name for node in nodes(made, "CustomLinearQ")]
-    tensor = made.graph.initializers[name].const_value
-    assert tensor is not None
-    array = tensor.numpy().copy()
+    [blocks] = [node.inputs[1] for node in nodes(made, "CustomLinearQ")]
+    assert blocks is not None and blocks.const_value is not None
+    array = blocks.const_value.numpy().copy()
     array.reshape(-1)[7] ^= 1
-    made.graph.initializers[name].const_value = ir.tensor(array)
+    blocks.const_value = ir.tensor(array)
     with pytest.raises(NotEquivalent, match="differs from q in line"):
         check_weights(source, made, cut(source, made))
 

@@ -76,15 +76,16 @@ def test_a_window_that_short_sequences_do_not_show(tmp_path: Path) -> None:
         check_same(tmp_path, {f"{name}/{key}": each for name in WINDOWS for key, each in given.items()})
 
 
-@pytest.mark.parametrize(("shows", "causal"), [("And (a, b)", None), ("Identity (a)", 1)])
+@pytest.mark.parametrize("shows", ["And (a, b)", "And (a, f)", "Identity (a)"])
 @pytest.mark.parametrize("choice", ["c, s, lowest", "h, infinite, s"])
-def test_scores_that_a_condition_chooses(shows: str, causal: int | None, choice: str, tmp_path: Path) -> None:
+def test_scores_that_a_condition_chooses(shows: str, choice: str, tmp_path: Path) -> None:
     """A window above all lengths that are tried stays."""
-    mask = f"""d = Sub (i, j) a = GreaterOrEqual (d, zero) b = Less (d, huge) c = {shows} h = Not (c)
-        r = Where ({choice}) p = Softmax (r)"""
-    _, model = optimized(attention(mask, huge=np.array(100_000)), tmp_path)
+    mask = f"""d = Sub (i, j) a = GreaterOrEqual (d, zero) b = Less (d, huge) e = Cast <to=1> (d)
+        f = Less (e, wide) c = {shows} h = Not (c) r = Where ({choice}) p = Softmax (r)"""
+    proto = attention(mask, huge=np.array(100_000), wide=np.array(1e5, np.float32))
+    _, model = optimized(proto, tmp_path)
     [node] = nodes(model, "MultiHeadAttention")
-    assert node.attributes.get_int("unidirectional") == causal
+    assert node.attributes.get_int("unidirectional") == (1 if shows == "Identity (a)" else None)
     check_same(tmp_path, feeds(9, 9))
 
 

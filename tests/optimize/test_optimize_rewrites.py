@@ -378,6 +378,14 @@ def test_attention_of_einsums(tmp_path: Path) -> None:
     )
 
 
+def test_a_bias_that_is_added_in_fp32_stays_behind_an_einsum(tmp_path: Path) -> None:
+    text = """(float16[A, 8] x) => (float[A, 2, 4] y) { e = Einsum <equation = "aw,whd->ahd"> (x, w)
+        f = Cast <to = 1> (e) y = Add (f, bias) }"""
+    model = parsed(text, w=weights(8, 2, 4).astype(np.float16), bias=weights(2, 4))
+    report, fast = optimized(model, tmp_path)
+    assert report.fused == {"linear": 1} and len(nodes(fast, "Add", "Cast")) == 2
+
+
 def test_an_einsum_is_transposed_behind_the_matmul(tmp_path: Path) -> None:
     """ONNX Runtime 1.31.1 crashes in fp16 on the CPU on a matmul of what was transposed."""
     text = '(float[A, B, 8] x) => (float[B, A, 6] y) { y = Einsum <equation = "abd,dk->bak"> (x, w) }'
