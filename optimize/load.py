@@ -46,8 +46,8 @@ def load(path: Path, held: Held = MappingProxyType({})) -> ir.Model:
     _check_initializers(path, proto)
     for node in model.graph.all_nodes():
         node.device_configurations = ()  # ONNX Runtime does not read them
-        if node.op_type == "MeanVarianceNormalization":  # onnx's inference lacks its default
-            node.attributes.setdefault("axes", ir.AttrInt64s("axes", [0, 2, 3]))
+        if node.op_type == "MeanVarianceNormalization" and node.domain in ("", "ai.onnx"):
+            node.attributes.setdefault("axes", ir.AttrInt64s("axes", [0, 2, 3]))  # onnx's inference lacks it
         for value in node.outputs if node.domain == "com.microsoft.nchwc" else ():
             value.type = value.type or ir.TensorType(ir.DataType.FLOAT)  # its only one; no inference has it
     name_standard_domain(model)

@@ -34,7 +34,7 @@ def infer_types(model: ir.Model, data_prop: bool = True) -> None:
     graphs = [*model.graphs()]
     untyped = {value for graph in graphs for node in graph for value in node.outputs if value.type is None}
     ShapeInferencePass(check_type=False, strict_mode=False, data_prop=data_prop)(model)
-    if any(node.op_type == "Attention" for node in model.graph):
+    if any(node.op_type == "Attention" and not node.domain for node in model.graph):
         for value in (value for node in model.graph for value in node.outputs):
             if 0 in (found := g.dims(value) or ()):  # what onnx takes a width for that it does not know
                 value.shape = ir.Shape([dim or None for dim in found])

@@ -272,8 +272,8 @@ class Verifier:
                 return kept, self._compared(kept)
             except equivalence.NotEquivalent as reason:
                 small = {} if reason.rewrite else masks.forget_small(self.source.base.graph)
-                with suppress(equivalence.NotEquivalent):
-                    if small:
+                if small:
+                    with suppress(equivalence.NotEquivalent):
                         context = self._compared(kept)
                         self.source.report.add_note(SMALL_MASKS)
                         return kept, context
