@@ -1,7 +1,8 @@
 """Queue and run the requests of one model version, joining those that arrive while all instances are busy.
 
 An idle instance runs a request at once. Requests that arrive while every instance is busy are joined into the
-next run: a lone request waits for nothing, and a busy server gets the largest batches.
+next run: a lone request waits for nothing, and a busy server gets the largest batches. A run that takes less
+time than handing it to a worker thread happens on the event loop's thread.
 """
 
 import asyncio
@@ -23,6 +24,8 @@ from .request import Request, Result
 _log = logging.getLogger(__name__)
 
 HANGS_AFTER = 5.0  # seconds; ONNX Runtime ends a run after its current node
+SHORT_SECONDS = 50e-6  # about what handing a run to a thread and back costs
+LONG_SECONDS = 10e-3  # of processor time; a longer run must not block the event loop
 Outcome = dict[str, np.ndarray] | ServiceError
 
 
@@ -76,6 +79,7 @@ class Run:
     ) -> None:
         """`hangs` is called if a run has not returned HANGS_AFTER seconds after it was told to end."""
         self.instance, self.batch, self.seconds, self.exceeded = instance, batch, seconds, False
+        self.bytes = sum(array.nbytes for member in batch for array in member.request.inputs.values())
         self._hangs, self._began = hangs, time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         if seconds is not None:
@@ -110,6 +114,8 @@ class Batcher:
         self._idle, self._instances = list(loaded.instances), len(loaded.instances)
         self._waiting: deque[QueuedRequest] = deque()
         self._rows_independent = loaded.rows_independent  # requests may share a run
+        self._may_run_here = loaded.may_run_on_loop and self._settings.run_timeout_seconds is None
+        self._short_bytes = -1  # of inputs: a run of no more was short
         self._pool = ThreadPoolExecutor(self._instances, f"{self._name}-{self._version}")
         all_started = threading.Barrier(self._instances)
         try:  # now: a request must not wait for a thread that cannot be started
@@ -135,7 +141,7 @@ class Batcher:
         """
         if self._closed:
             raise ServiceError(NOT_READY, f"version {self._version} of model {self._name} is being unloaded")
-        if len(self._waiting) >= self._settings.max_queue:
+        if len(self._waiting) >= self._settings.max_queue and not self._idle:
             raise ServiceError(
                 OVERLOADED,
                 f"model {self._name} has {len(self._waiting)} requests waiting, its limit: try again later",
@@ -144,7 +150,10 @@ class Batcher:
         member = QueuedRequest(request, outputs, self._loop.create_future())
         self._waiting.append(member)
         self._drained.clear()
-        self._dispatch()
+        if self._short_bytes < 0:
+            self._dispatch()
+        else:  # then what arrived together shares a run
+            self._loop.call_soon(self._dispatch)
         expiry = None
         if request.deadline is not None:
             left = request.deadline - time.monotonic()
@@ -171,7 +180,13 @@ class Batcher:
             if not batch:
                 break
             run = Run(self._idle.pop(), batch, self._settings.run_timeout_seconds, self._hangs)
-            self._pool.submit(self._work, run)
+            if run.bytes <= self._short_bytes:
+                began = time.thread_time()
+                self._work(run, self._loop.call_soon)
+                if time.thread_time() - began > LONG_SECONDS:  # its time depends on more than the size
+                    self._may_run_here, self._short_bytes = False, -1
+            else:
+                self._pool.submit(self._work, run, self._loop.call_soon_threadsafe)
         if not self._waiting and len(self._idle) == self._instances:
             self._drained.set()
 
@@ -214,13 +229,13 @@ class Batcher:
             self._waiting.remove(member)
             self._dispatch()  # sets `_drained` if this was the last request
 
-    # ---------------------------------------------------------------------- a run, in a worker thread
+    # ------------------------------------------------- a run, in a worker thread or the event loop's
 
-    def _work(self, run: Run) -> None:
+    def _work(self, run: Run, call: Callable[..., object]) -> None:
         started = time.monotonic()
         outcomes = self._run(run, run.batch)
         seconds = time.monotonic() - started
-        self._loop.call_soon_threadsafe(self._finish, run, outcomes, started, seconds)
+        call(self._finish, run, outcomes, started, seconds)
 
     def _run(self, run: Run, batch: Batch) -> list[Outcome]:
         """Return the outputs of each request, or its error."""
@@ -273,6 +288,8 @@ class Batcher:
             if isinstance(outcome, ServiceError) and outcome.failure is BROKEN:
                 self.on_broken(str(outcome))
         self._dispatch()  # start the next run before these answers are written
+        if self._may_run_here and seconds < SHORT_SECONDS and isinstance(outcomes[0], dict):
+            self._short_bytes = max(self._short_bytes, run.bytes)
         rows = sum(member.rows for member in run.batch)
         self.on_run(rows, seconds)
         for member, outcome in zip(run.batch, outcomes, strict=True):

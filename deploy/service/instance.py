@@ -65,6 +65,7 @@ class LoadedModel:
     difference: str | None = None  # of kernels and function bodies in the first run; None: not compared
     load_seconds: float = 0.0
     rows_independent: bool = True  # each row of the outputs depends on the same row of the inputs alone
+    may_run_on_loop: bool = False  # short runs: no library's code, no loop of a request's length
 
     def summary(self) -> str:
         """Return what runs the model, and what was checked of it, in a line."""

@@ -25,7 +25,7 @@ from ..check_nodes import require_fit
 from ..choose_library import allow, choose_libraries
 from ..create_session import PROVIDERS, Choice, choose_providers, open_session
 from ..cuda import CUDA, has_gpu
-from ..custom_nodes import Model, load_model, tensors
+from ..custom_nodes import Model, custom_nodes, load_model, tensors
 from ..errors import ModelError, ProviderError, RunError
 from ..inference_session import Session
 from ..registration import SealedLibrary
@@ -89,6 +89,7 @@ def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings)
         each.required = [inputs[spec.name] for spec in each.required]
 
     ops = Counter(node.proto.op_type for node in model.nodes)
+    loops = custom_nodes(model.proto, lambda node: node.op_type in ("Loop", "Scan", "SequenceMap"))
     shared = sessions if len(sessions) > 1 else sessions * settings.instances
     loaded = LoadedModel(
         where.model,
@@ -97,6 +98,7 @@ def _load(where: VersionFolder, settings: ModelSettings, server: ServerSettings)
         first,
         [Instance(session) for session in shared],
         [f"{op} x{count}" for op, count in sorted(ops.items())],
+        may_run_on_loop=first.device == "cpu" and not ops and not any(loops),
     )
     _try(model, loaded, choice, len(sessions))
     # Warn: the user may expect the GPU to be used.

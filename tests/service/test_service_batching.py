@@ -37,10 +37,12 @@ class Doubler:
 
     Attributes:
         batches: the rows of each member of each run.
+        here: whether each run was on the event loop's thread.
     """
 
     def __init__(self, held: bool = False) -> None:
         self.batches: list[list[int]] = []
+        self.here: list[bool] = []
         self.gate = threading.Event()
         self.loop_thread = threading.get_ident()
         if not held:
@@ -48,7 +50,7 @@ class Doubler:
 
     def run(self, parts: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         self.batches.append([part["x"].shape[0] for part in parts])
-        assert threading.get_ident() != self.loop_thread
+        self.here.append(threading.get_ident() == self.loop_thread)
         assert self.gate.wait(60)
         x = np.concatenate([part["x"] for part in parts])
         if (x < 0).any():
@@ -63,9 +65,9 @@ def request(*rows: float, columns: int = 1, **more: Any) -> Request:
     return Request("m", {"x": x}, arrived=time.monotonic(), **more)
 
 
-def batcher(runner: Any, instances: int = 1, **settings: Any) -> Batcher:
+def batcher(runner: Any, instances: int = 1, on_loop: bool = False, **settings: Any) -> Batcher:
     runners = [runner] * instances
-    return Batcher(LoadedModel("m", 1, ModelSettings(**settings), None, runners, []))
+    return Batcher(LoadedModel("m", 1, ModelSettings(**settings), None, runners, [], may_run_on_loop=on_loop))
 
 
 async def behind_a_run(runner: Doubler, queue: Batcher, *requests: Request) -> list[Any]:
@@ -108,7 +110,27 @@ async def test_what_arrives_while_the_instance_is_busy_is_joined() -> None:
     assert all(each.outputs["y"].tolist() == [[2], [4]] for each in results)
     runner = Doubler()
     await behind_a_run(runner, batcher(runner), *[request(1)] * 3)  # without a max_batch_size
-    assert runner.batches == [[1], [1], [1]]
+    assert runner.batches == [[1], [1], [1]] and not any(runner.here)
+
+
+@in_a_loop
+async def test_runs_as_small_as_a_short_one_are_on_the_loop_s_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrives together shares one; after one that took long, all go to the workers."""
+    monkeypatch.setattr(batching, "SHORT_SECONDS", 1.0)
+    runner = Doubler()
+    queue = batcher(runner, on_loop=True, max_batch_size=8, max_queue=1)
+    for count in (2, 1, 3, 2):
+        await queue.submit(request(*[1] * count), Y)
+    await asyncio.gather(*(queue.submit(request(1), Y) for _ in range(3)))
+    assert (runner.here, runner.batches[4:]) == ([False, True, False, True, True], [[1, 1, 1]])
+    monkeypatch.setattr(batching, "LONG_SECONDS", 0.0)
+    for _ in range(2):
+        await queue.submit(request(1), Y)
+    for more in ({"on_loop": False}, {"on_loop": True, "run_timeout_seconds": 60.0}):
+        queue = batcher(runner, **more)
+        for _ in range(2):
+            await queue.submit(request(1), Y)
+    assert runner.here[5:] == [True, False] + [False] * 4
 
 
 @in_a_loop

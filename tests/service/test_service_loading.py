@@ -59,6 +59,13 @@ def test_warm_up_at_the_shapes_given(tmp_path: Path, monkeypatch: pytest.MonkeyP
         loaded(tmp_path, service_models.relu(), warm_up={"x": (1, 5)})
 
 
+def test_what_may_run_on_the_event_loop_s_thread(tmp_path: Path) -> None:
+    body = "t (int64 i, bool c, float[1] v) => (bool d, float[1] w) { d = Identity(c) w = Add(v, v) }"
+    loop = f"(int64 n, bool c, float[1] x) => (float[1] y) {{ y = Loop <body = {body}> (n, c, x) }}"
+    models = service_models.add(), service_models.relu(), service_models.parsed(loop)
+    assert [loaded(tmp_path, each).may_run_on_loop for each in models] == [True, False, False]
+
+
 def test_a_first_run_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reshape = "(float[N] x) => (float[2, 4] y) { y = Reshape(x, shape) }"  # x must have 8 elements
     model = service_models.parsed(reshape, shape=np.array([2, 4]))
