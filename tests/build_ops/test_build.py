@@ -10,12 +10,8 @@ import time
 import warnings
 from pathlib import Path
 
-import numpy as np
-import onnxruntime as ort
 import pytest
-from abi_files import FLOAT, X, model
 from build_files import program, tiny, twinop
-from onnx import helper
 
 from twinop.building.builder import Built, build
 from twinop.building.project import Options, find_project
@@ -27,17 +23,6 @@ from twinop.libraries.declare import library_beside
 from twinop.libraries.library import read_library
 
 CPU = Options(cpu=True, debug=True)  # optimizing takes a third of a compiler's time
-
-
-def test_the_library_runs_in_onnx_runtime(times: Built) -> None:
-    assert times.library.domain == "times" and times.library.cuda_archs == "none"
-    assert list(times.library.records) == ["times"]
-    options = ort.SessionOptions()
-    options.register_custom_ops_library(str(times.library.path))
-    node = helper.make_node("CustomTimes", ["x"], ["y"], domain="times")
-    graph = model([node], {"x": FLOAT}, {"y": FLOAT}, times=1)
-    session = ort.InferenceSession(graph.SerializeToString(), options, ["CPUExecutionProvider"])
-    np.testing.assert_array_equal(session.run(None, {"x": X})[0], 2 * X)
 
 
 def test_only_what_changed_is_compiled(times: Built, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 # On the CPU one half of the ops has the former two, and the other half the latter.
 HALVES = {"test_gradcheck": 0, "test_layouts": 0, "test_the_body_gives_what_the_kernel_gives": 1}
 # kernels/test_linear_fp8.py shows that they are an op and quantize_rows, bit for bit.
-PRODUCERS = ("norm_fp8", "gelu_fp8", "packed_fp8")
+PRODUCERS = ("norm_fp8", "gelu_fp8")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves the slow ones out

@@ -1,4 +1,4 @@
-"""Libraries of several domains: in one session, in one torch process, in one exported model."""
+"""Libraries of several domains in one session."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import warm_python
-from abi_files import CPU, FLOAT, INT64, ROOT, X, c_library, in_torch, model
+from abi_files import CPU, FLOAT, INT64, ROOT, X, c_library, model
 from onnx import helper
 
 from twinop import deploy
@@ -66,46 +66,3 @@ def test_a_library_that_is_named_again(tmp_path: Path, libraries: dict[str, Path
     others = [c_library("plain_c"), find_library("test_abi")]
     opened = deploy.session(three_domains(), CPU, [*named, *others])
     assert [each.domain for each in opened.libraries] == ["custom_domain", "test_c", "test.abi"]
-
-
-TWO_DOMAINS = """
-from twinop import deploy, export
-
-plain, abi = (torch_op.load(path) for path in sys.argv[1:3])
-assert set(torch_op.records()) >= {"relu", "test_c::negate", "test.abi::scale_by"}
-x, factors = torch.tensor([[1.0, -2.0, 3.0]]), torch.tensor([2, 3])
-
-
-class Net(torch.nn.Module):
-    def forward(self, x, factors):
-        return torch.ops.test_abi.scale_by(torch.ops.test_c.negate(torch_op.relu(x)), factors)
-
-
-@export.body(domain="test_c")
-def negate(op, x, *, times):
-    return op.Neg(op.Mul(x, times))
-
-
-@export.body(domain="test.abi")
-def scale_by(op, x, factors):
-    return op.Mul(x, op.Cast(op.ReduceSum(factors), to=1))
-
-
-expected = -5 * x.relu()
-net = Net()
-assert net(x, factors).equal(expected)
-assert torch.compile(net, fullgraph=True, backend="eager")(x, factors).equal(expected)
-path = f"{sys.argv[3]}/net.onnx"
-report = export.export(net, (x, factors), path, exporter="torchscript", library=sys.argv[1:3])
-assert report.parity.equal and report.without_library is not None, report
-assert report.opsets["test_c"] == 1 and report.opsets["test.abi"] == 2, report.opsets
-found = deploy.session(path, ["CPUExecutionProvider"], sys.argv[1:3])
-assert len(found.libraries) == 3
-(y,) = found.run({"x": x, "factors": factors}).values()
-assert y.equal(expected)
-print("done")
-"""
-
-
-def test_two_domains_in_torch_and_export(tmp_path: Path) -> None:
-    assert in_torch(TWO_DOMAINS, c_library("plain_c"), find_library("test_abi"), tmp_path) == "done\n"

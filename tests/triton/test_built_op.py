@@ -3,7 +3,6 @@
 import os
 import shutil
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +93,6 @@ def test_it_runs_in_torch_and_in_onnx_runtime(library: Library, folder: Path, tm
     proto = onnx.load(tmp_path / "net.onnx")
     assert [each.name for each in proto.functions] == ["CustomBuiltMish"]
     assert [each.op_type for each in proto.graph.node] == ["CustomTimes", "CustomBuiltMish"]
-
-
-def test_what_did_not_change_is_not_compiled_again(
-    library: Library, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in a process that imported a module whose file is gone."""
-    (gone := tmp_path / "gone_module.py").touch()
-    monkeypatch.setitem(sys.modules, "gone_module", load_module(gone))
-    gone.unlink()
-    monkeypatch.setenv("TWINOP_CACHE", str(folder / "cache"))
-    monkeypatch.setenv("CUDACXX", "no-such-nvcc")
-    assert again(folder).compiled == []
 
 
 def test_an_outdated_library_is_not_used(library: Library, folder: Path, tmp_path: Path) -> None:
