@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,12 +73,10 @@ def load_model(
     missing or not a complete ONNX model, or its external data is missing or elsewhere.
     """
     if isinstance(source, onnx.ModelProto):
-        try:
+        with suppress(ValueError):  # some of protobuf's versions refuse what none can read
             source = source.SerializeToString()
-        except ValueError as error:  # protobuf's limit
-            raise ModelError(
-                "the model is over 2 GB: save it with external data and pass its path"
-            ) from error
+    if isinstance(source, onnx.ModelProto) or (isinstance(source, bytes) and len(source) > _MOST_BYTES):
+        raise ModelError("the model is over 2 GB: save it with external data and pass its path")
     if isinstance(source, bytes):
         loaded = Model("the model", data=source, folder=folder, confined=confined, given=given)
         return _parsed(loaded, source)

@@ -165,7 +165,8 @@ def in_ort(path: Path, inputs: Mapping[str, Tensor], expected: Tensor, graph: bo
     nodes: list[str] = []
     options: dict[str, Any] = {"stream": stream, "cuda_graph": graph, "planned_nodes": nodes}
     options["fallback"] = not graph  # ONNX Runtime runs nodes that compute shapes on the CPU
-    session = runtime.open_session(proto, output.device, cpu_threads=2, optimize=True, **options)
+    source = path if proto.ByteSize() >> 31 else proto  # protobuf's limit
+    session = runtime.open_session(source, output.device, cpu_threads=2, optimize=True, **options)
     given = {name: tensor.contiguous() for name, tensor in inputs.items() if name in names}
     run = runtime.bind(session, given, {last.name: output}, synchronize=stream is None)
     for _ in range(3):  # the recording of a graph is among the first runs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from twinop.errors import option
 
-_NAMES = 64  # of narrowed weights; `narrowed` has the others
+_NAMES = 6  # of narrowed weights; `narrowed` has the others
 _GAIN = 0.95  # a larger share of the original's time is noise
 
 

@@ -120,6 +120,14 @@ def test_a_file_in_onnx_runtimes_own_format(tmp_path: Path) -> None:
         load_model(path)
 
 
+def test_a_model_in_memory_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["" : 20]> g (float x) => (float y) {}')
+    monkeypatch.setattr("twinop.deploy.custom_nodes._MOST_BYTES", 8)
+    for source in (model, model.SerializeToString()):
+        with pytest.raises(ModelError, match="over 2 GB: save it with external data and pass its path"):
+            session(source)
+
+
 @pytest.mark.parametrize("section", [".dynsym", ".dynamic", ".rela.dyn"])
 def test_a_library_that_ends_who_loads_it(section: str, tmp_path: Path, libraries: dict[str, Path]) -> None:
     """The first load is in another process, for ONNX Runtime and for torch."""
