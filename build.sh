@@ -29,7 +29,7 @@ Environment:
   PIP_EXTRA_INDEX_URL pip's; https://download.pytorch.org/whl/cpu has torch's CPU build, which is much smaller
   TWINOP_CUDA_ARCHS   native (default: for this machine's GPUs; for compute capability 9.0 where there is none),
                       all, or a list such as 80,90: then the newest has PTX, which later GPUs can run, too
-  ORT_ROOT            the folder of an unpacked ONNX Runtime release, for its headers; also TWINOP_CACHE and
+  ORT_ROOT            an ONNX Runtime release, unpacked or .tgz, to take the headers from; also TWINOP_CACHE and
                       TWINOP_ORT_URL: see cmake/OrtHeaders.cmake
 END
 }

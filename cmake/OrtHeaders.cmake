@@ -3,8 +3,8 @@
 # A custom-op library gets every function at run time, so headers are all that a build needs; those of any release
 # from 1.18 serve every runtime. The first of these that has them wins:
 #
-#   1. ORT_ROOT: an unpacked release, or a folder in the layout of the sources or of Debian's package. If it cannot
-#      be used, that is an error.
+#   1. ORT_ROOT: a release, unpacked or .tgz, or a folder in the layout of the sources or of Debian's package.
+#      If it cannot be used, that is an error.
 #   2. The cache: TWINOP_CACHE, else $XDG_CACHE_HOME/twinop, else ~/.cache/twinop.
 #   3. The release tarball, its SHA-256 checked, from TWINOP_ORT_URL if it is set: a mirror (the folder of
 #      v<version>/<file>). The headers are the same for every architecture.
@@ -33,14 +33,7 @@ function(twinop_find_ort_headers result)
   endif()
   file(LOCK "${cache}/lock" GUARD FUNCTION TIMEOUT 600)  # two builds, one download
   if(NOT "$ENV{ORT_ROOT}" STREQUAL "")
-    string(REGEX REPLACE "^~/" "$ENV{HOME}/" root "$ENV{ORT_ROOT}")
-    get_filename_component(root "${root}" ABSOLUTE)
-    _twinop_ort_include("${root}" include)
-    if(NOT include)
-      message(FATAL_ERROR "ORT_ROOT=$ENV{ORT_ROOT} has no onnxruntime_c_api.h. Expected the folder of an unpacked release "
-                          "of ONNX Runtime, with include/onnxruntime_c_api.h; the Python packages have no headers. Correct "
-                          "the path, or unset ORT_ROOT: then the headers are fetched.")
-    endif()
+    _twinop_ort_root("${cache}" include)
   else()
     _twinop_ort_fetch("${cache}" include)
   endif()
@@ -60,6 +53,48 @@ function(_twinop_ort_include root result)
   unset(include)  # the caller's
   find_path(include onnxruntime_c_api.h PATHS "${root}" NO_DEFAULT_PATH NO_CACHE
             PATH_SUFFIXES include include/onnxruntime include/onnxruntime/core/session usr/include/onnxruntime)
+  set(${result} "${include}" PARENT_SCOPE)
+endfunction()
+
+# Puts the headers of a tarball into `folder`, by a rename at the end: an interrupted run leaves no half of them.
+function(_twinop_ort_unpack tarball folder result)
+  set(work "${folder}.new")
+  file(REMOVE_RECURSE "${work}" "${folder}")
+  file(MAKE_DIRECTORY "${work}")
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E tar xf "${tarball}" "*.h" WORKING_DIRECTORY "${work}"
+                  RESULT_VARIABLE failed ERROR_QUIET)
+  file(GLOB_RECURSE header "${work}/onnxruntime_c_api.h")
+  if(header AND NOT failed)
+    get_filename_component(include "${header}" DIRECTORY)
+    file(MAKE_DIRECTORY "${folder}")
+    file(RENAME "${include}" "${folder}/include")
+  endif()
+  file(REMOVE_RECURSE "${work}")
+  _twinop_ort_include("${folder}" include)
+  set(${result} "${include}" PARENT_SCOPE)
+endfunction()
+
+function(_twinop_ort_root cache result)
+  set(advice "Correct the path, or unset ORT_ROOT: then the headers are fetched.")
+  string(REGEX REPLACE "^~/" "$ENV{HOME}/" root "$ENV{ORT_ROOT}")
+  get_filename_component(root "${root}" ABSOLUTE)
+  if(NOT EXISTS "${root}")
+    message(FATAL_ERROR "ORT_ROOT=$ENV{ORT_ROOT} does not exist. Expected an unpacked ONNX Runtime release or its .tgz. "
+                        "${advice}")
+  elseif(IS_DIRECTORY "${root}")
+    _twinop_ort_include("${root}" include)
+  else()
+    file(SHA256 "${root}" digest)  # another file of the same name has another place in the cache
+    _twinop_ort_include("${cache}/ort-${digest}" include)
+    if(NOT include)
+      _twinop_ort_unpack("${root}" "${cache}/ort-${digest}" include)
+    endif()
+  endif()
+  if(NOT include)
+    message(FATAL_ERROR "ORT_ROOT=$ENV{ORT_ROOT} has no onnxruntime_c_api.h, or is not a complete tarball. Expected "
+                        "include/onnxruntime_c_api.h in it, as in onnxruntime-linux-x64-gpu-${TWINOP_ORT_PINNED}.tgz; the "
+                        "Python packages have no headers. ${advice}")
+  endif()
   set(${result} "${include}" PARENT_SCOPE)
 endfunction()
 
@@ -85,12 +120,7 @@ function(_twinop_ort_fetch cache result)
   if(NOT code AND NOT actual STREQUAL TWINOP_ORT_SHA256)
     set(tried "${url}: refused and removed: its SHA-256 is ${actual}, expected ${TWINOP_ORT_SHA256}")
   elseif(NOT code)
-    file(REMOVE_RECURSE "${cache}/release" "${cache}/ort-${TWINOP_ORT_PINNED}")
-    file(ARCHIVE_EXTRACT INPUT "${tarball}" DESTINATION "${cache}/release" PATTERNS "*.h")
-    file(GLOB unpacked "${cache}/release/*")
-    file(RENAME "${unpacked}" "${cache}/ort-${TWINOP_ORT_PINNED}")  # at the end: nobody finds half of them
-    file(REMOVE_RECURSE "${cache}/release")
-    _twinop_ort_include("${cache}/ort-${TWINOP_ORT_PINNED}" include)
+    _twinop_ort_unpack("${tarball}" "${cache}/ort-${TWINOP_ORT_PINNED}" include)
   endif()
   file(REMOVE "${tarball}")
   if(NOT include)
@@ -99,7 +129,7 @@ function(_twinop_ort_fetch cache result)
   endif()
   if(NOT include)
     message(FATAL_ERROR "No ONNX Runtime headers found.\n  ${tried}\n  Debian's libonnxruntime-dev: ${debian}\nRun again "
-                        "with network access; or unpack ${url} on another machine and set ORT_ROOT to the folder; or "
+                        "with network access; or download ${url} on another machine and set ORT_ROOT to the file; or "
                         "install libonnxruntime-dev (Debian 13 or later) and set ORT_ROOT=/usr.")
   endif()
   set(${result} "${include}" PARENT_SCOPE)

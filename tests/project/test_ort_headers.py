@@ -78,10 +78,21 @@ def test_folder_layouts(inner: str, tmp_path: Path, find: Find) -> None:
     assert find(ORT_ROOT=root) == root / inner
 
 
+@pytest.mark.parametrize("top", ["./onnxruntime-linux-x64-gpu-1.23.2/", ""])
+def test_tarballs(top: str, tmp_path: Path, find: Find) -> None:
+    files = {f"{top}{HEADER}": header(), f"{top}include/other.h": b"", f"{top}lib/libonnxruntime.so.1": b"x"}
+    file = tarball(tmp_path / "down loads/ort.tgz", files)
+    include = find(ORT_ROOT=file)
+    assert (include / "onnxruntime_c_api.h").read_bytes() == header() and (include / "other.h").exists()
+    assert not list((tmp_path / "the cache").rglob("*.so*"))
+    tarball(file, {f"{top}{HEADER}": header(24)})  # the script notices new content under the old name
+    assert (find(ORT_ROOT=file) / "onnxruntime_c_api.h").read_bytes() == header(24)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"capi/x.so": b""}, r"has no onnxruntime_c_api\.h.* an unpacked release"),
+        ({"capi/x.so": b""}, r"has no onnxruntime_c_api\.h.* Expected include/onnxruntime_c_api\.h in it"),
         ({HEADER: header(17)}, r"declare API '17'; twinop needs API 18 \(release 1\.18\) or later"),
         ({HEADER: b"// nothing\n"}, r"declare API ''; twinop needs API 18"),
     ],
@@ -89,7 +100,7 @@ def test_folder_layouts(inner: str, tmp_path: Path, find: Find) -> None:
 def test_folders_of_no_use(files: dict[str, bytes], message: str, tmp_path: Path, find: Find) -> None:
     with pytest.raises(Refused, match=message):
         find(ORT_ROOT=folder(tmp_path / "ort", files))
-    with pytest.raises(Refused, match=r"ORT_ROOT=/no/such has no onnxruntime_c_api.*or unset ORT_ROOT"):
+    with pytest.raises(Refused, match=r"ORT_ROOT=/no/such does not exist.*or unset ORT_ROOT"):
         find(ORT_ROOT="/no/such")
 
 
