@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from twinop.cli.console import clear_errors, err, program
+from twinop.cli.console import err, program
 
 from . import Device, Output
 
@@ -60,26 +60,25 @@ def main(
         twinop bench --library build/libmish.so
     """
     err.print(TAKES, soft_wrap=True)
-    with clear_errors():
-        from .cases import cases_of, choose
-        from .measurements import measuring, read
-        from .providers import Providers
-        from .report import draw, show
+    from .cases import cases_of, choose
+    from .measurements import measuring, read
+    from .providers import Providers
+    from .report import draw, show
 
-        entries = choose(ops, library or project_here())
-        wanted = [part.strip() for part in providers.split(",")] if providers else None
-        with measuring("ops", device, output, quick, threads) as (measured, where, timer):
-            rounds = 1001 if timer is None else 7 if quick else 15
-            who = Providers(where, timer, threads, wanted, rounds, seconds=0.2 if quick else 1.0)
-            for name, entry in entries.items():
-                who.compile_seconds = COMPILE_SECONDS / len(entries)
-                started = time.monotonic()
-                cells = cases_of(name, entry, where.type, quick=quick)
-                for case in cells:
-                    measured.add(who.line(case))
-                err.print(f"{name}: {len(cells)} cells, {time.monotonic() - started:.0f} s")
-        show(measured.lines)
-        draw(read(measured.path), measured.path.with_name(f"{measured.path.stem}-overview.png"))
+    entries = choose(ops, library or project_here())
+    wanted = [part.strip() for part in providers.split(",")] if providers else None
+    with measuring("ops", device, output, quick, threads) as (measured, where, timer):
+        rounds = 1001 if timer is None else 7 if quick else 15
+        who = Providers(where, timer, threads, wanted, rounds, seconds=0.2 if quick else 1.0)
+        for name, entry in entries.items():
+            who.compile_seconds = COMPILE_SECONDS / len(entries)
+            started = time.monotonic()
+            cells = cases_of(name, entry, where.type, quick=quick)
+            for case in cells:
+                measured.add(who.line(case))
+            err.print(f"{name}: {len(cells)} cells, {time.monotonic() - started:.0f} s")
+    show(measured.lines)
+    draw(read(measured.path), measured.path.with_name(f"{measured.path.stem}-overview.png"))
 
 
 def project_here() -> Path | None:

@@ -22,7 +22,7 @@ from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 from rich.table import Column, Table
 from rich.text import Text
 
-from twinop.cli.console import Timeout, clear_errors, out, print_note, program
+from twinop.cli.console import Timeout, out, print_note, program
 from twinop.deploy.create_session import PROVIDERS, session
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
 from twinop.deploy.errors import FeedError, RunError
@@ -85,7 +85,7 @@ def main(
 
         twinop run custom_relu.onnx --shape x=8,1024
     """
-    with clear_errors(), time_limit(timeout):
+    with time_limit(timeout):
         same = _run(model, provider, library or None, allow_model_libraries, shape or [], seed)
     if not same:
         raise typer.Exit(1)

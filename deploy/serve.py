@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
-from twinop.cli.console import Timeout, clear_errors
+from twinop.cli.console import Timeout
 from twinop.errors import TwinopError
 
 from .service.settings import FILE, ModelSettings, Section, ServerSettings, Settings, read_settings
@@ -94,21 +94,20 @@ def main(
     The last command, in another shell, describes the model and its inputs.
     Send these to /v2/models/custom_relu/infer. Prometheus reads /metrics.
     """
-    with clear_errors():
-        fixed = {"grpc_port": None} if no_grpc else {}
-        settings = settings_of(models, config, given, **fixed)
-        # Imported late: --help and refused options do not need these modules.
-        gc.disable()  # imports leave no garbage; the server turns it on once the models are loaded
-        from .service import logs
+    fixed = {"grpc_port": None} if no_grpc else {}
+    settings = settings_of(models, config, given, **fixed)
+    # Imported late: --help and refused options do not need these modules.
+    gc.disable()  # imports leave no garbage; the server turns it on once the models are loaded
+    from .service import logs
 
-        logs.configure(settings.server.log_level)
-        from .service.folders import scan
+    logs.configure(settings.server.log_level)
+    from .service.folders import scan
 
-        scan(models)
-        from .service.repository import Repository
-        from .service.server import Server
+    scan(models)
+    from .service.repository import Repository
+    from .service.server import Server
 
-        Server(Repository(models, settings)).start()
+    Server(Repository(models, settings)).start()
 
 
 @takes_settings(
@@ -137,27 +136,26 @@ def check(
 
         twinop check models/ --allow-model-libraries --provider cpu
     """
-    with clear_errors():
-        settings = settings_of(models, config, given)
-        from twinop.cli.console import out
+    settings = settings_of(models, config, given)
+    from twinop.cli.console import out
 
-        from .ort_process import SERVER, time_limit
-        from .service.folders import scan
+    from .ort_process import SERVER, time_limit
+    from .service.folders import scan
 
-        problems = []
-        for name, folder in scan(models).items():
-            try:
-                asked = folder.settings(settings)
-                for where in folder.wanted(asked.versions).values():
-                    with time_limit(timeout):
-                        [summary] = SERVER.run(_load, where, asked, settings.server)
-                    line = f"{name} version {where.version} can be served: {summary}"
-                    out.print(line, soft_wrap=True)
-            except TwinopError as error:
-                problems.append(f"model {name}: {error}")
-                SERVER.close()  # a GPU's error may stay in the process
-        if problems:
-            raise TwinopError("\n".join(problems))
+    problems = []
+    for name, folder in scan(models).items():
+        try:
+            asked = folder.settings(settings)
+            for where in folder.wanted(asked.versions).values():
+                with time_limit(timeout):
+                    [summary] = SERVER.run(_load, where, asked, settings.server)
+                line = f"{name} version {where.version} can be served: {summary}"
+                out.print(line, soft_wrap=True)
+        except TwinopError as error:
+            problems.append(f"model {name}: {error}")
+            SERVER.close()  # a GPU's error may stay in the process
+    if problems:
+        raise TwinopError("\n".join(problems))
 
 
 def _load(*version: Any) -> Iterator[str]:

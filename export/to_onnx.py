@@ -24,7 +24,7 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
-from twinop.cli.console import Timeout, clear_errors, out, program, progress_bar
+from twinop.cli.console import Timeout, out, program, progress_bar
 from twinop.errors import ExportError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def main(**given: Any) -> None:
       twinop export my_models:make --dynamic input:0 -o model.onnx
     """
     asked = Options(**given)
-    with clear_errors(), progress_bar("loading torch") as progress:
+    with progress_bar("loading torch") as progress:
         if asked.source is not None and asked.model is not None:
             raise ExportError(f"MODEL {asked.source} and --model {asked.model}: give one of them")
         name = asked.source or asked.model

@@ -31,7 +31,7 @@ from twinop.bench.cases import relative_error
 from twinop.bench.measure import Subject, captured, checked
 from twinop.bench.measurements import Device, Measurements, Output, choose_device, chosen, reason_of
 from twinop.bench.timing import host_times, timer_on
-from twinop.cli.console import clear_errors
+from twinop.cli.console import program
 from twinop.export import export
 from twinop.optimize import optimize
 from twinop.record.dtypes import dtype_name
@@ -202,33 +202,32 @@ def main(
     It is device time behind a cold L2, wall time, and the error against float32 in torch, of models with
     random weights. All models take about 12 minutes on an H200.
     """
-    with clear_errors():
-        if step == "export":  # in a process that sees no GPU
-            said = export_all(models, dtype, small, folder)
-            (folder / "exports.json").write_text(json.dumps(said))
-            return
-        where = choose_device(device)
-        names = chosen("--models", models, list(ROWS)) if models else list(ROWS)
-        if step == "measure":
-            measured = Measurements("models", where, output, small)
-            measured.say(measure(models, dtype, small, where, folder))
-            return
-        to = [f"--device={where.type}", *([f"--output={output}"] if output else [])]
-        with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(EXPORTS) as pool:
-            steps = {}
-            for name in names:
-                # A CPU's kernels of 16 bits are slow.
-                kind = ROWS[name].dtype if where.type == "cuda" else "float32"
-                folder = Path(tempfile.mkdtemp(dir=work))
-                steps[name] = [*["--small"] * small, f"--dtype={kind}", f"--folder={folder}"]
-            exports = {name: pool.submit(run_step, "export", name, each) for name, each in steps.items()}
-            if where.type == "cpu":
-                wait(exports.values())
-            for name, each in steps.items():
-                why = exports[name].result() or run_step("measure", name, [*each, *to])
-                if why:
-                    print(f"not measured: {name}: {why}")
+    if step == "export":  # in a process that sees no GPU
+        said = export_all(models, dtype, small, folder)
+        (folder / "exports.json").write_text(json.dumps(said))
+        return
+    where = choose_device(device)
+    names = chosen("--models", models, list(ROWS)) if models else list(ROWS)
+    if step == "measure":
+        measured = Measurements("models", where, output, small)
+        measured.say(measure(models, dtype, small, where, folder))
+        return
+    to = [f"--device={where.type}", *([f"--output={output}"] if output else [])]
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(EXPORTS) as pool:
+        steps = {}
+        for name in names:
+            # A CPU's kernels of 16 bits are slow.
+            kind = ROWS[name].dtype if where.type == "cuda" else "float32"
+            folder = Path(tempfile.mkdtemp(dir=work))
+            steps[name] = [*["--small"] * small, f"--dtype={kind}", f"--folder={folder}"]
+        exports = {name: pool.submit(run_step, "export", name, each) for name, each in steps.items()}
+        if where.type == "cpu":
+            wait(exports.values())
+        for name, each in steps.items():
+            why = exports[name].result() or run_step("measure", name, [*each, *to])
+            if why:
+                print(f"not measured: {name}: {why}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    program(main)()

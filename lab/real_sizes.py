@@ -34,7 +34,7 @@ from lab.model_zoo import ROWS as ZOO
 from lab.model_zoo import normal
 from lab.models import torch_export
 from twinop.bench.measurements import Measurements, Output, chosen
-from twinop.cli.console import clear_errors, out
+from twinop.cli.console import out, program
 from twinop.system.memory import tree_bytes
 
 _POLL = 0.25  # seconds; to look takes 18 ms for each GB
@@ -213,25 +213,24 @@ def main(
     output: Output = None,
 ) -> None:
     """Measure the memory, time and disk of optimising models of real sizes."""
-    with clear_errors():
-        names = chosen("--rows", rows or ",".join(ROWS), list(ROWS))
-        measured = Measurements("real-sizes", torch.device("cpu"), output, quick)
-        for name in names:
-            row, folder = ROWS[name], work.absolute() / f"{name}{'-quick' * quick}"
-            folder.mkdir(parents=True, exist_ok=True)
-            arguments = row.make(folder, quick)
-            bars = {"seconds": row.seconds, "gigabytes": row.gigabytes, "disk_beyond_gb": _DISK}
-            line: dict[str, Any] = {"op": name, "command": " ".join(["python", *arguments]), "bars": bars}
-            line |= {"source_gb": round(used(folder) / 1e9, 2), "times": {}}
-            for old in folder.glob("new*"):
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-            try:
-                line["now"] = measure([sys.executable, *arguments], folder)
-            except RuntimeError as error:
-                line["now"] = {"failure": str(error)}
-            out.print(f"{name}: {line['now']}", markup=False, soft_wrap=True)
-            measured.add(line)
+    names = chosen("--rows", rows or ",".join(ROWS), list(ROWS))
+    measured = Measurements("real-sizes", torch.device("cpu"), output, quick)
+    for name in names:
+        row, folder = ROWS[name], work.absolute() / f"{name}{'-quick' * quick}"
+        folder.mkdir(parents=True, exist_ok=True)
+        arguments = row.make(folder, quick)
+        bars = {"seconds": row.seconds, "gigabytes": row.gigabytes, "disk_beyond_gb": _DISK}
+        line: dict[str, Any] = {"op": name, "command": " ".join(["python", *arguments]), "bars": bars}
+        line |= {"source_gb": round(used(folder) / 1e9, 2), "times": {}}
+        for old in folder.glob("new*"):
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        try:
+            line["now"] = measure([sys.executable, *arguments], folder)
+        except RuntimeError as error:
+            line["now"] = {"failure": str(error)}
+        out.print(f"{name}: {line['now']}", markup=False, soft_wrap=True)
+        measured.add(line)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    program(main)()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twinop.cli.console import Timeout, clear_errors, out, progress_bar
+from twinop.cli.console import Timeout, out, progress_bar
 
 
 def _option(help: str, *names: str, **shown: Any) -> Any:
@@ -136,7 +136,7 @@ def main(**given: Any) -> None:
     asked = vars(Options(**given))
     source, output = asked.pop("source"), asked.pop("output")
     asked["without"] = asked["without"] or ()
-    with clear_errors(), progress_bar("loading") as progress:
+    with progress_bar("loading") as progress:
         from .genai import optimize_folder
         from .optimizer import optimize
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twinop.cli.console import clear_errors, err, out, print_note, progress_bar
+from twinop.cli.console import err, out, print_note, progress_bar
 
 _GENAI = "onnxruntime-genai"  # a panel
 
@@ -77,17 +77,16 @@ def main(**given: Any) -> None:
 
         twinop pack --genai genai_model/ -o fast/ --device cuda
     """
-    with clear_errors():
-        # Imported late, because --help needs no ONNX Runtime.
-        from .packing import MODELS_IN_CONTAINER, TRITON_IMAGE, pack, pack_genai
+    # Imported late, because --help needs no ONNX Runtime.
+    from .packing import MODELS_IN_CONTAINER, TRITON_IMAGE, pack, pack_genai
 
-        options = Options(**given)
-        if options.genai:
-            with progress_bar("loading") as progress:
-                report = pack_genai(options, progress)
-            out.print(str(report), soft_wrap=True)
-            return
-        packed = pack(options)
+    options = Options(**given)
+    if options.genai:
+        with progress_bar("loading") as progress:
+            report = pack_genai(options, progress)
+        out.print(str(report), soft_wrap=True)
+        return
+    packed = pack(options)
     output = options.output
     libraries = ", ".join(packed.library_paths) or "none"
     place = "a GPU" if packed.gpu else "the CPU"

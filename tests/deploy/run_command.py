@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import onnx
-import typer
 from typer.testing import CliRunner, Result
 
+from twinop.cli.console import program
 from twinop.deploy import run_onnx
 
-APP = typer.Typer()
-APP.command()(run_onnx.main)
+APP = program(run_onnx.main)
 
 
 def run_command(graph: onnx.ModelProto | Path, folder: Path, *arguments: str) -> Result:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from pack_fixtures import packed, saved
 from service_models import identity, mlp, point_external, save_external
 from typer.testing import CliRunner
 
 from twinop import __version__
+from twinop.cli.console import program
 from twinop.deploy.errors import ModelError, PackError
 from twinop.deploy.pack import command, packing
 from twinop.deploy.pack.command import Options
@@ -22,8 +22,7 @@ from twinop.deploy.service.newer_python import tomllib
 from twinop.deploy.service.settings import ModelSettings, read_settings
 from twinop.errors import TwinopError
 
-APP = typer.Typer()
-APP.command()(command.main)
+APP = program(command.main)
 
 
 def files(folder: Path) -> set[str]:

@@ -8,13 +8,13 @@ import onnx
 import onnxruntime
 import pytest
 import service_models as models
-import typer
 from google.protobuf import text_format
 from models import node
 from pack_fixtures import packed, saved
 from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
 
+from twinop.cli.console import program
 from twinop.deploy import session
 from twinop.deploy.errors import ModelError
 from twinop.deploy.pack import command, packing
@@ -23,8 +23,7 @@ from twinop.deploy.pack.triton_config import make_config, write_config
 from twinop.deploy.service.settings import SettingsError
 
 Tensor = tuple[str, str, list[int]]
-APP = typer.Typer()
-APP.command()(command.main)
+APP = program(command.main)
 
 
 def plain(datatype: str, shape: Any, op: str = "Relu") -> onnx.ModelProto:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..cli.console import clear_errors, err, out, print_note, show_library
+from ..cli.console import err, out, print_note, show_library
 from ..errors import BuildError
 from .builder import build as build_project
 from .project import Options, find_project
@@ -73,18 +73,17 @@ def build(
         twinop build scale.h kernel.o
     """
     begin = time.monotonic()
-    with clear_errors():
-        project = find_project(sources or (), name, domain)
-        options = Options(archs, cpu, debug)
-        with err.status("building") as shown:
-            target = output or Path("build") / f"lib{project.name}.so"
-            try:
-                built = build_project(project, target, options, shown.update)
-            except BuildError as error:
-                if error.output:
-                    said = error.output if verbose else "--verbose shows all that the compiler says"
-                    err.print(said, soft_wrap=True)
-                raise
+    project = find_project(sources or (), name, domain)
+    options = Options(archs, cpu, debug)
+    with err.status("building") as shown:
+        target = output or Path("build") / f"lib{project.name}.so"
+        try:
+            built = build_project(project, target, options, shown.update)
+        except BuildError as error:
+            if error.output:
+                said = error.output if verbose else "--verbose shows all that the compiler says"
+                err.print(said, soft_wrap=True)
+            raise
     for note in built.notes:
         print_note(note)
     show_library(built.library)

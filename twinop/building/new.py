@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..cli.console import clear_errors, out
+from ..cli.console import out
 from ..errors import BuildError
 from ..record.names import check_project_name
 from ..system.publish import work_folder
@@ -57,8 +57,7 @@ def new(
 
     Example: twinop new mish && cd mish && twinop build && twinop test
     """
-    with clear_errors():
-        folder = create_project(name, kind)
+    folder = create_project(name, kind)
     for file in sorted(folder.iterdir()):
         out.print(file, soft_wrap=True)
     out.print(f"next: cd {folder} && twinop build && twinop test", soft_wrap=True)

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from ..libraries.library import find_library, read_library
-from .console import clear_errors, show_library
+from .console import show_library
 from .lazy_commands import LazyGroup
 
 
@@ -61,5 +61,4 @@ def ops(
     ] = None,
 ) -> None:
     """List the ops that a library holds, without loading it."""
-    with clear_errors():
-        show_library(read_library(library or find_library("custom_ops")))
+    show_library(read_library(library or find_library("custom_ops")))

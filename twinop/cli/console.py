@@ -50,9 +50,9 @@ def __getattr__(name: str) -> Any:
 
 
 def program(function: Callable[..., None], name: str | None = None) -> typer.Typer:
-    """Returns one command as a program of its own."""
+    """Returns one command as a program of its own, whose errors are clear."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command(name, help=help_of(function))(function)
+    app.command(name, help=help_of(function))(clear_errors()(function))
     return app
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from twinop.cli.console import clear_errors, print_note
+from twinop.cli.console import print_note
 
 from . import child
 
@@ -49,8 +49,7 @@ def main(context: typer.Context) -> None:
 
         twinop test path/to/project -x
     """
-    with clear_errors():
-        raise typer.Exit(child.run(partial(_run_here, list(context.args))))
+    raise typer.Exit(child.run(partial(_run_here, list(context.args))))
 
 
 def _run_here(arguments: list[str]) -> int:
