@@ -46,8 +46,7 @@ class Rotary(
     """Fuses a rotation, and on CUDA another one of the same angles with it."""
 
     def match(self, node: ir.Node) -> _Rotation | g.Skipped | str:
-        match = match_rotation(node)
-        if match is None:
+        if (match := match_rotation(node)) is None:
             return "it is not the last node of x * cos + rotated(x) * sin"
         x, width = match.x, g.last_dim(match.x)
         shapes = g.dims(x), g.dims(match.cos), g.dims(match.sin)

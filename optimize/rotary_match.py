@@ -184,6 +184,8 @@ def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
     in_pairs = (g.dims(source) or [])[-2:] == [width // 2, 2]
     if node.op_type == "Reshape" and layout == "interleaved" and in_pairs:
         return _is_repeated(source)
+    if node.op_type == "Tile" and layout == "half" and g.last_dim(source) == width // 2:
+        return True
     if node.op_type not in _KEEPS_ROWS or g.last_dim(source) != width:
         return False
     return _keeps_last(node, g.rank(source)) and has_equal_pairs(source, layout)
@@ -192,12 +194,10 @@ def has_equal_pairs(value: ir.Value | None, layout: str) -> bool:
 def _is_repeated(value: ir.Value | None) -> bool:
     """Whether the elements of each row of the last dimension are equal."""
     node = g.producer(value, "Expand", "Tile", "Concat")
-    if node is None:
+    if node is None or g.last_dim(node.inputs[0]) != 1:
         return False
-    if node.op_type == "Concat":
-        is_last = g.attribute(node, "axis", 0) in (-1, g.rank(value) - 1)
-        return is_last and len({*node.inputs}) == 1 and g.last_dim(node.inputs[0]) == 1
-    return g.last_dim(node.inputs[0]) == 1
+    is_last = g.attribute(node, "axis", -1) in (-1, g.rank(value) - 1)
+    return is_last and (node.op_type != "Concat" or len({*node.inputs}) == 1)
 
 
 def _keeps_last(node: ir.Node, rank: int) -> bool:

@@ -17,7 +17,7 @@ SUM = "p%(n)s = Mul (%(x)s, cos) q%(n)s = Mul (r%(n)s, sin) %(y)s = Add (p%(n)s,
 INDICES = {
     "zero": np.array([0]), "one": np.array([1]), "two": np.array([2]), "last": np.array([-1]),
     "far": np.array([100]), "flat": np.array([0, 0, 0, -1]), "four": np.array([4]), "six": np.array([6]),
-    "eight": np.array([8]), "parts": np.array([8, 4]),
+    "eight": np.array([8]), "parts": np.array([8, 4]), "twice": np.array([1, 2]),
 }  # fmt: skip
 
 
@@ -70,8 +70,7 @@ def test_rotations_of_other_pairs_stay(tmp_path: Path) -> None:
     """Even numbers and odd ones behind each other, not beside each other, are not a layout of the op."""
     apart = NEIGHBOURS.replace("i%(n)s = Unsqueeze (h%(n)s, last) j%(n)s = Unsqueeze (f%(n)s, last)", "")
     apart = apart.replace("(i%(n)s, j%(n)s)", "(h%(n)s, f%(n)s)")
-    angles = np.random.default_rng(0).random((1, 6, 8)).astype(np.float32)
-    _, model = optimized(parsed(rotary(apart, "B", "Identity (z)"), **tables(angles)), tmp_path)
+    _, model = optimized(parsed(rotary(apart, "B", "Neg (z)"), **tables(angles_of(apart, 1, 6, 4))), tmp_path)
     assert not nodes(model, "CustomRope", "RotaryEmbedding")
 
 
@@ -153,18 +152,20 @@ def test_other_products_of_pairs_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rotated", "source"),
-    [(HALVES, "constants"), (NEIGHBOURS, "inputs"), (HALVES, "numbers for each column")],
-    ids=["constants", "inputs", "columns"],
+    [(HALVES, "constants"), (NEIGHBOURS, "inputs"), (HALVES, "Mul"), (NEIGHBOURS, "Tile"), (HALVES, "Tile")],
+    ids=range(5),
 )
 def test_pairs_with_two_angles_stay(rotated: str, source: str, tmp_path: Path) -> None:
-    """The op takes one angle for each pair, so both must be known to be the same."""
+    """The op takes one angle for each pair, so both must be known to be the same: halves of a Tile are."""
     given, made, angles = "", "", np.random.default_rng(0).random((6, 8)).astype(np.float32)
     constants = tables(angles) if source == "constants" else INDICES | {"columns": angles[:1]}
     if source == "inputs":
         given = ", float[6, 8] cos, float[6, 8] sin"
     elif source != "constants":
-        given, made = ", float[6, 1] t", "a = Mul (t, columns) cos = Cos (a) sin = Sin (a)"
+        given = f", float[6, {4 if source == 'Tile' else 1}] t"
+        made = f"a = {source} (t, {'twice' if source == 'Tile' else 'columns'}) cos = Cos (a) sin = Sin (a)"
     text = f"(float[B, 2, 6, 8] x{given}) => (float[B, 2, 6, 8] y) {{ {made} {turned(rotated, 'x', 'y')} }}"
     report, model = optimized(parsed(text, **constants), tmp_path)
-    assert report.skipped == {"rotary embedding: the angles of a pair may differ": 1}
-    assert not nodes(model, "RotaryEmbedding")
+    fuses = (rotated, source) == (HALVES, "Tile")
+    assert report.skipped == ({} if fuses else {"rotary embedding: the angles of a pair may differ": 1})
+    assert len(nodes(model, "RotaryEmbedding")) == fuses
