@@ -156,18 +156,15 @@ def _fold_sizes(model: ir.Model) -> None:
         found = g.dims(shape.inputs[0]) if shape is not None else None
         if shape is None or found is None:
             continue
-        found = found[g.attribute(shape, "start", 0) : g.attribute(shape, "end", None)]
-        if node.op_type == "Gather":
-            index = g.constant(node.inputs[1])
-            picked = None if index is None else np.array(found, object)[index]
-        elif node.op_type == "Slice" and len(node.inputs) < 5:
-            bounds = [g.constant(value) for value in node.inputs[1:3]]
-            if bounds[0] is None or bounds[1] is None:
-                continue
-            picked = np.array(found, object)[slice(int(bounds[0].item()), int(bounds[1].item()))]
+        sizes = np.array(found, object)[g.attribute(shape, "start", 0) : g.attribute(shape, "end", None)]
+        given = [each for value in node.inputs[1:3] if (each := g.constant(value)) is not None]
+        if node.op_type == "Gather" and given:
+            picked = sizes[given[0]]
+        elif node.op_type == "Slice" and len(node.inputs) < 5 and len(given) == 2:
+            picked = sizes[int(given[0].item()) : int(given[1].item())]
         else:
             continue
-        if picked is not None and all(isinstance(each, int) for each in np.atleast_1d(picked)):
+        if all(isinstance(each, int) for each in np.array(picked, object).flat):
             array = np.array(picked, np.int64)
             g.replace(node.outputs[0], g.initializer(model.graph, array, f"{node.outputs[0].name}_size"))
 
