@@ -104,16 +104,12 @@ def _fuse(context: g.RewriteContext, softmax: ir.Node, matmul: ir.Node) -> None:
     v = matmul.inputs[1]
     assert v is not None
     _refuse_cache(q, k, v)
-    (k, times), (v, times_of_v) = without_repeats(k), without_repeats(v)
-    parts = [merged_heads(each, matmul) for each in (q, k, v)]
-    if parts[0] is None or parts[1] is None or parts[2] is None:
+    k, v = without_repeats(k), without_repeats(v)
+    q3, k3, v3 = (merged_heads(each, matmul) for each in (q, k, v))
+    if q3 is None or k3 is None or v3 is None:
         raise g.Skipped("the number or size of the heads is not known")
-    if parts[1].count == 1:  # multi-query attention: MatMul broadcasts the head
-        times = parts[0].count
-    if parts[2].count == 1:
-        times_of_v = parts[0].count
-    q3, k3 = parts[0], repeat_heads(context, parts[1], times, matmul)
-    v3 = repeat_heads(context, parts[2], times_of_v, matmul)
+    # In multi-query attention, MatMul broadcasts the only head.
+    k3, v3 = (repeat_heads(context, each, q3.count // each.count or 1, matmul) for each in (k3, v3))
     if not q3.count == k3.count == v3.count or q3.size != k3.size:
         raise g.Skipped("q, k and v differ in the number or size of heads")
     (q_plain, on_q), (k_plain, on_k) = unscaled(q3.value), unscaled(k3.value)  # before the split into heads
@@ -305,13 +301,12 @@ def zero_hidden_rows(mask: ir.Value, result: ir.Value, before: ir.Node) -> ir.Va
 
 def replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
     """Replaces [B, H, S, D] with the result [B, S, H*D]; most readers transpose it back at once."""
-    transpose = g.only_user(old)
-    if transpose is not None and g.has_permutation(transpose, SWAP_S_H):
-        reshape = g.only_user(transpose.outputs[0])
-        shape = g.dims(reshape.outputs[0]) if reshape is not None and reshape.op_type == "Reshape" else None
+    transpose = next((node for node in old.consumers() if g.has_permutation(node, SWAP_S_H)), None)
+    for reshape in transpose.outputs[0].consumers() if transpose is not None else ():
+        shape = g.dims(reshape.outputs[0]) if reshape.op_type == "Reshape" else None
         rows = zip(shape or (), g.dims(result) or (), strict=False)
         regroups = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in rows)
-        if reshape is not None and (shape or [])[2:] == [heads.count * heads.size] and not regroups:
+        if (shape or [])[2:] == [heads.count * heads.size] and not regroups:
             g.replace(reshape.outputs[0], result)
-            return
-    g.replace(old, split_heads(result, heads.count, heads.size, g.maker(old)))
+    if g.maker(old).graph is not None:  # others read it, too
+        g.replace(old, split_heads(result, heads.count, heads.size, g.maker(old)))

@@ -40,20 +40,18 @@ class GrowingCaches(
         scores = scores_of(node, match)
         (q, on_q), (k, on_k) = scores.query(match), untransposed(scores.matmul)
         assert match.inputs[1] is not None
-        (k, times), (v, times_of_v) = without_repeats(k), without_repeats(match.inputs[1])
+        k, v = without_repeats(k), without_repeats(match.inputs[1])
         (past_k, new_k), (past_v, new_v) = (_joined(each, match, scores.masks) for each in (k, v))
         heads = merged_heads(q, match)
-        pairs = (new_k.count, times), (new_v.count, times_of_v)
-        repeats = heads is not None and all(count * n in (1, heads.count) for count, n in pairs)  # 1: MatMul
-        if heads is None or not repeats or (new_k.count, new_k.size) != (new_v.count, heads.size):
+        same = heads is not None and (new_k.count, new_k.size) == (new_v.count, heads.size)
+        if heads is None or not same or heads.count % new_k.count:
             raise g.Skipped("q, k and v differ in the number or size of heads")
         plain, before_split = unscaled(heads.value)
         bias, shown, _ = masks_of_scores(context, scores.masks, match, square=False)
         if shown is not None or (bias is not None and g.dims(bias) is None):
             raise g.Skipped("a mask of lengths, or of unknown rank")
         if bias is not None and bias not in whole:
-            ones = [g.int_constant(match, each) for each in ([1, 1], [1])]
-            sizes = [ones[0], g.length(match, plain), ones[1]]
+            sizes = [g.int_constant(match, [1, 1]), g.length(match, plain), g.int_constant(match, [1])]
             shape = g.add(match, "Concat", sizes, {"axis": 0}, shape=[4])
             finite = g.add(match, "Max", [bias, g.scalar_constant(match, _LOWEST, bias)])
             whole[bias] = g.add(match, "Expand", [finite, shape], shape=[None] * 4)

@@ -125,20 +125,20 @@ def split_tokens(heads: ir.Value, count: int, size: int, before: ir.Node) -> ir.
     return g.reshape(before, heads, [0, 0, count, size], [*outer, count, size])
 
 
-def without_repeats(value: ir.Value) -> tuple[ir.Value, int]:
-    """Returns the heads before `repeat_kv` repeated each for several heads of q, and how often it did."""
+def without_repeats(value: ir.Value) -> ir.Value:
+    """Returns the heads before `repeat_kv` repeated each for several heads of q."""
     reshaped: ir.Value | None = value
     while (reshape := g.producer(reshaped, "Reshape")) is not None:  # dynamo's exports have two of them
         reshaped = reshape.inputs[0]
     nodes = g.chain(reshaped, "Expand", "Unsqueeze") if reshaped is not value else []
     if not nodes or g.ints(nodes[1], "axes", 1) != [2]:
-        return value, 1
+        return value
     repeated, source, (_, heads, *rest) = g.dims(reshaped) or [], nodes[1].inputs[0], _four(value)
     if len(repeated) != 5 or source is None or rest != repeated[3:] or g.rank(value) != 4:
-        return value, 1
+        return value
     _, count, times, *_ = repeated
     is_whole = isinstance(count, int) and isinstance(times, int) and heads == count * times
-    return (source, times) if is_whole and isinstance(times, int) else (value, 1)
+    return source if is_whole else value
 
 
 def repeat_heads(context: g.RewriteContext, heads: Heads, times: int, before: ir.Node) -> Heads:

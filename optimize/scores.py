@@ -68,9 +68,8 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
                 raise g.Skipped("a bound of scores with several masks")
             masks = _flat([_bounded(mask, floor, after) for mask in masks], grouped, node, after)
             return Scores(node, found_scale, masks, by_head)
-        if node.op_type in ("Mul", "Div") and (factor := _factor(node)) is not None:
-            found_scale *= factor[1]
-            value = factor[0]
+        if (factor := _factor(node)) is not None:
+            value, found_scale = factor[0], found_scale * factor[1]
         elif by_head is None and (product := _of_heads(node)) is not None:
             value, by_head = product
         elif by_head is not None or node.op_type in ("Div", "Mul", "Tanh"):
@@ -79,6 +78,8 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
             value, *added = found
             grouped = g.dims(node.inputs[0]) or []
             masks = [*masks, *(_scaled(mask, found_scale, after) for mask in added)]
+        elif _less_its_maximum(node):
+            value = node.inputs[0]
         elif node.op_type in ("Add", "Sub"):
             scores = node.inputs if node.op_type == "Add" else node.inputs[:1]
             sides = [each for each in scores if _leads_to_matmul(_unzeroed(node, each))]
@@ -94,6 +95,16 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
             masks = [*masks, mask]
         else:
             raise g.Skipped(f"{node.op_type} between the matmul and the softmax")
+
+
+def _less_its_maximum(node: ir.Node) -> bool:
+    """Whether a node subtracts the maximum of each row, as LayoutLMv3 does, and the softmax again."""
+    scores, column = node.inputs[0], node.inputs[-1]
+    found = g.chain(column, "Unsqueeze", "ReduceMax") or g.chain(column, "ReduceMax")
+    if node.op_type != "Sub" or not found or found[-1].inputs[0] is not scores:
+        return False
+    last = g.rank(scores) - 1
+    return g.ints(found[-1], "axes", 1) in ([-1], [last]) and (g.dims(column) or [])[last:] == [1]
 
 
 def _leads_to_matmul(value: ir.Value | None) -> bool:
