@@ -154,14 +154,6 @@ def test_an_op_without_an_entry_is_measured_beside_its_body() -> None:
     torch.testing.assert_close(compiled(torch.ones(3)), torch.nn.functional.silu(torch.ones(3)))
 
 
-def test_ops_are_chosen_by_name() -> None:
-    assert list(choose("relu")) == ["relu"]
-    with pytest.raises(BenchError, match="--ops relu,swish: expected some of relu, gelu"):
-        choose("relu,swish")
-    with pytest.raises(BenchError, match="--ops  , : expected some of relu"):
-        choose(" , ")
-
-
 @each_entry
 def test_all_of_ours_and_torchs_are_right(name: str) -> None:
     where = on_cpu("twinop", "eager", BUILT_IN)

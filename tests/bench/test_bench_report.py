@@ -74,7 +74,8 @@ def test_report_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ops=nonsense"], "--ops nonsense: expected some of relu"),
+        (["--ops=relu,swish"], "--ops relu,swish: expected some of relu, gelu"),
+        (["--ops= , "], "--ops , : expected some of relu"),
         (["--device=tpu"], "--device tpu: expected auto, cpu or cuda"),
         (["--output", f"{__file__}/results"], "/results: cannot be written to"),
     ],

@@ -11,7 +11,7 @@ from service_codecs import FLOATS, decode, finite, rest_request, result, tensor_
 from tritonclient.grpc import service_pb2 as pb
 
 from twinop.deploy.service import codec_grpc, codec_rest
-from twinop.deploy.service.datatypes import DATATYPES, Datatype, from_bytes, to_bytes
+from twinop.deploy.service.datatypes import DATATYPES, Datatype, to_bytes
 from twinop.deploy.service.errors import INVALID, NOT_FOUND, TOO_LARGE, ServiceError
 from twinop.deploy.service.request import Result
 
@@ -94,12 +94,6 @@ def test_grpc_answers_are_raw_where_a_type_has_no_typed_field() -> None:
     answer = pb.ModelInferResponse.FromString(encoded)
     assert [len(raw) for raw in answer.raw_output_contents] == [8, 4]
     assert (answer.id, answer.model_name, answer.model_version) == ("7", "m", "1")
-
-
-def test_binary_data_at_an_odd_address_is_moved() -> None:
-    data = memoryview(b"\0" + np.arange(4, dtype=np.float32).tobytes())[1:]
-    array = from_bytes("x", DATATYPES["FP32"], [4], data)
-    assert array.flags.aligned and array.tolist() == [0, 1, 2, 3]
 
 
 def test_answers_may_be_views_with_strides() -> None:
