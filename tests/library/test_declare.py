@@ -164,9 +164,8 @@ def test_a_library_that_is_not_built(tmp_path: Path) -> None:
     ):
         with pytest.raises(LibraryError) as caught:
             twinop.library_beside(tmp_path / file)()
-        assert str(caught.value).startswith(
-            f"libmish.so not found; searched {', '.join(map(str, places))}. `twinop build` in {tmp_path}"
-        )
+        said = f"libmish.so not found; searched {', '.join(map(str, places))}. `twinop build --name mish` in "
+        assert str(caught.value).startswith(f"{said}{tmp_path}")
 
 
 def test_a_library_that_does_not_fit_its_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError
-from ..record.names import check_domain
+from ..record.names import check_domain, check_op_name
 
 _OPS = re.compile(r"\bTWINOP_(OP|CPU_OP|CUDA_OP|ELEMENTWISE|ROWWISE|UNARY)\s*\(\s*(\w+)")
 _KERNEL_OPS = re.compile(r"^@(?:twinop\.)?triton_op\(", re.MULTILINE)
@@ -61,7 +61,7 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
         domain: the domain of its ops. Default: the name.
 
     BuildError: no such file, no op in it, no name for several files, or a broken pyproject.toml. TwinopError:
-    the domain cannot be one.
+    the domain or an op has a name that it cannot have.
     """
     paths = [Path(path) for path in paths] or [Path()]
     for path in paths:
@@ -99,6 +99,7 @@ def find_project(paths: Sequence[Path] = (), name: str | None = None, domain: st
     sources = tuple(_source(path) for path in files if path.resolve() not in (*modules, *objects))
     places = dict[str, Path]()
     for op, path in ((op, source.path) for source in sources for _, op in source.ops):
+        check_op_name(op)
         if places.setdefault(op, path) != path:
             raise BuildError(
                 f"{places[op]} and {path} both have an op {op}. Ops of one library have different names"

@@ -156,8 +156,8 @@ def library_beside(file: str | os.PathLike[str]) -> Callable[[], str]:
                 warn_if_old(place / name)
                 return str(place / name)
         raise LibraryError(
-            f"{name} not found; searched {', '.join(map(str, places))}. `twinop build` in "
-            f"{places[-1].parent} builds it"
+            f"{name} not found; searched {', '.join(map(str, places))}. `twinop build --name "
+            f"{name[3:-3]}` in {places[-1].parent} builds it"
         )
 
     return library_path
