@@ -2,8 +2,8 @@
 
 A function is exported for the ranks of the calls, with open sizes. Where the graphs of several ranks differ,
 an `If` chooses among them. Attributes become references to the node's own: a float, because the function is
-exported with two values, and the constants in which the results differ are that attribute; a bool, a str or,
-in a model, an int, because an `If` chooses among the graphs of its values. Other ints must have one value.
+exported with two values, and the constants in which the results differ are that attribute. Of others, an `If`
+chooses among the graphs of the values (`AttributeArgument.value`).
 """
 
 import functools
@@ -45,20 +45,15 @@ attribute and the operator that derives the constant from it."""
 def replay(declared: KernelOp, op: Any, inputs: Sequence[Any], attributes: Named) -> tuple[Any, ...]:
     """Computes an op's torch body with the operators of `op`, as a builder does (`bodies.py`); ExportError:
     torch cannot export the function, or one body cannot serve all calls."""
-    kinds = {entry.name: entry.kind for entry in declared.record.attributes}
-    finite = ("bool", "str", "int") if op.setting.by_rank else ("bool", "str")
-    fixed = {name: attributes[name].value for name, kind in kinds.items() if kind not in (*finite, "float")}
-    names = [name for name, kind in kinds.items() if kind in finite]
-    every = itertools.product(*(sorted(attributes[name].values) for name in names))
-    varying = [name for name in names if len(attributes[name].values) > 1]
+    fixed = {
+        entry.name: attributes[entry.name].value
+        for entry in declared.record.attributes
+        if entry.kind != "float"
+    }
     branches = []
-    for values in op.occurring(names) if op.setting.by_rank else every:
-        named = {n: bool(v) if kinds[n] == "bool" else v for n, v in zip(names, values, strict=True)}
-        for ranks, graph, references in _by_ranks(declared, op.setting, attributes, fixed | named):
-            conditions: list[tuple[Any, Any]] = [(attributes[name], named[name]) for name in varying]
-            conditions += ((inputs[index], rank) for index, rank in ranks.items())
-            run = functools.partial(_run, graph, references, inputs, attributes, ranks)
-            branches.append((conditions, run))
+    for ranks, graph, references in _by_ranks(declared, op.setting, attributes, fixed):
+        run = functools.partial(_run, graph, references, inputs, attributes, ranks)
+        branches.append(([(inputs[index], rank) for index, rank in ranks.items()], run))
     return op.choose(branches, len(declared.record.outputs)) if len(branches) > 1 else branches[0][1](op)
 
 

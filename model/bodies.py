@@ -19,9 +19,9 @@ that takes the inputs (positional) and the attributes (keyword-only) of the op's
 * An optional input is None where the node omits it: write an ordinary `if weight is not None`. Nodes with
   other inputs, without defaults for these, call an overload of the function.
 * An attribute is a reference to the node's own value. Pass it to an operator as an attribute (`axis=axis`) or
-  in place of a tensor (`op.Mul(x, scale)`). `axis.value` is the value itself, for Python's `if` and `for`. A
-  model whose nodes have different values is then refused, because they share the body. `axis.values` is the
-  set of the values in the model.
+  in place of a tensor (`op.Mul(x, scale)`). `axis.value` is the value itself, for Python's `if` and `for`:
+  where nodes have different values, the body gets an `If` with a branch for each. `axis.values` is the set
+  of the values in the model.
 * Several outputs are returned as a tuple, in the record's order.
 """
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from twinop.record.op_schema import default_of
 from twinop.record.op_spec import Attribute, OpSpec
 
 from .bodies import Body
-from .calls import Call, label_of
+from .calls import Call
 from .schema import ATTRIBUTE_TYPES, ONNX_TYPES
 
 Calls = Sequence[Call]
@@ -39,14 +40,19 @@ class AttributeReference:
     __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
 
 
-class AttributeArgument(AttributeReference):
-    """An attribute of the nodes that call a function."""
+class _SeveralValues(Exception):
+    """A body asks for the value of an attribute, of which its calls have several."""
 
-    def __init__(self, attribute: Attribute, calls: Calls) -> None:
+
+class AttributeArgument(AttributeReference):
+    """An attribute of the nodes that call a function. `is_finite`: these have all the values there are."""
+
+    def __init__(self, attribute: Attribute, calls: Calls, is_finite: bool) -> None:
         super().__init__(calls[0].record.name, attribute.name)
         self._record = calls[0].record
         self._attribute = attribute
         self._calls = calls
+        self._is_finite = is_finite
         self.type = ATTRIBUTE_TYPES[attribute.kind]
 
     @property
@@ -56,18 +62,17 @@ class AttributeArgument(AttributeReference):
 
     @property
     def value(self) -> Any:
-        """The value, which must be the same in the whole model: else it raises ExportError."""
-        nodes: dict[Any, str] = {}  # value -> the first node that has it
-        for call in self._calls:
-            nodes.setdefault(call.attributes[self._attribute.name], label_of(call.node))
-        if len(nodes) > 1:
-            described = ", ".join(f"{value!r} in {node}" for value, node in nodes.items())
+        """The value. Where the calls have several, the body gets a branch for each of them (`_traced`)."""
+        name = self._attribute.name
+        if len(self.values) > 1 and self._is_finite:
+            raise _SeveralValues(name)
+        if len(self.values) > 1:
             raise ExportError(
-                f"the body of {self._record.onnx_name} needs one value of {self._attribute.name} in the "
-                f"whole model, which has {described}. Export without bodies ({option('bodies', False)}; the "
-                "model then needs the library), or write the body as an ONNX builder without .value"
+                f"the body of {self._record.onnx_name} takes {name}.value, and serves more values than it "
+                f'could have branches for. Name them in the record, limits="{name} in 1 | 2" (not of an '
+                "int[]), or write the body as an ONNX builder without .value"
             )
-        value = next(iter(nodes))
+        (value,) = self.values
         return bool(value) if self._attribute.kind == "bool" else value
 
     def reference(self, name: str) -> ir.Attr:
@@ -129,22 +134,14 @@ class BodyOps:
         dtypes = tuple(self._calls[0].dtypes[name] for name in names)
         return BodySetting(dtypes, compute, self._opset, ranks, self._by_rank)
 
-    def occurring(self, names: Sequence[str]) -> list[tuple[Any, ...]]:
-        """Returns the values that attributes have together in a call."""
-        return sorted({tuple(call.attributes[name] for name in names) for call in self._calls})
-
     def choose(self, branches: Sequence[Branch], outputs: int) -> tuple[Any, ...]:
-        """Adds an `If` for all branches but the last: the first whose conditions hold is run."""
-        (conditions, run), *others = branches
-        if not others:
-            return run(self)
-        tests = [self._holds(of, value) for of, value in conditions]
-        test = functools.reduce(self.And, tests)
-        graphs = {
-            "then_branch": self._branch(run, outputs),
-            "else_branch": self._branch(lambda op: op.choose(others, outputs), outputs),
-        }
-        results = self.If(test, **graphs, _outputs=outputs)
+        """Adds an `If` for the branches, by halves: files cannot nest deeply. The last one has no test."""
+        if len(branches) == 1:
+            return branches[0][1](self)
+        first, rest = branches[: len(branches) // 2], branches[len(branches) // 2 :]
+        tests = [functools.reduce(self.And, itertools.starmap(self._holds, each)) for each, _ in first]
+        graphs = {"then_branch": self._branch(first, outputs), "else_branch": self._branch(rest, outputs)}
+        results = self.If(functools.reduce(self.Or, tests), **graphs, _outputs=outputs)
         return tuple(results) if outputs > 1 else (results,)
 
     def _holds(self, of: AttributeArgument | ir.Value, value: Any) -> Any:
@@ -153,10 +150,11 @@ class BodyOps:
         value = float(np.float32(value)) if isinstance(value, float) else value  # as attributes are
         return self.Equal(of, int(value) if isinstance(value, bool) else value)
 
-    def _branch(self, run: Callable[[Any], Sequence[Any]], outputs: int) -> ir.Graph:
+    def _branch(self, branches: Sequence[Branch], outputs: int) -> ir.Graph:
         def results(builder: Any) -> list[ir.Value]:
             inner = BodyOps(builder, self._calls, self._opset, self._compute, self._by_rank)
-            return [inner.Identity(value) for value in run(inner)]  # an output must be a node's own
+            inner._stored = self._stored
+            return [inner.Identity(value) for value in inner.choose(branches, outputs)]  # a node's own
 
         values, opsets = [ir.Value() for _ in range(outputs)], {"": self._opset}
         return build_graph(results, [], values, opset_imports=opsets, parent=self._builder.builder)
@@ -217,8 +215,8 @@ class BodyOps:
 
 def trace(body: Body, calls: Calls, opset: int, *, by_rank: bool = False) -> ir.Function:
     """Traces an op's body into one function of the model's opset, for its calls, which have the same inputs;
-    `by_rank`: it may be for the ranks of these alone. ExportError: the builder does not fit the record, or
-    the calls cannot share one."""
+    `by_rank`: it may be for the ranks and attributes of these alone. ExportError: the builder does not fit
+    the record, or the calls cannot share one."""
     key = body.build, calls[0].record, opset, by_rank, *dict.fromkeys(map(_seen_by_body, calls))
     if key not in _TRACED:
         if len(_TRACED) >= _MOST_TRACED:
@@ -251,7 +249,7 @@ def _seen_by_body(call: Call) -> tuple[Any, ...]:
     return (*ranks, *call.dtypes.items(), repr(call.attributes))
 
 
-def _traced(body: Body, calls: Calls, opset: int, by_rank: bool) -> ir.Function:
+def _traced(body: Body, calls: Calls, opset: int, by_rank: bool, split: Sequence[str] = ()) -> ir.Function:
     record = calls[0].record
     dtypes = {name: {call.dtypes[name] for call in calls} for name in calls[0].dtypes}
     floating = set().union(*dtypes.values()).intersection(_FLOATS)
@@ -265,14 +263,7 @@ def _traced(body: Body, calls: Calls, opset: int, by_rank: bool) -> ir.Function:
             kinds, is_given = dtypes[str(value.name)], value.name in calls[0].inputs
             seen = _argument(ops, value, kinds, compute, any_float) if is_given else None
             arguments.append(seen)
-        attributes = {entry.name: AttributeArgument(entry, calls) for entry in record.attributes}
-        result = body.build(ops, *arguments, **attributes)
-        outputs = list(result) if isinstance(result, (tuple, list)) else [result]
-        if len(outputs) != len(record.outputs) or not all(isinstance(value, ir.Value) for value in outputs):
-            raise ExportError(
-                f"body {record.name} returned {result!r}; expected {len(record.outputs)} tensors: "
-                f"{', '.join(record.outputs)}"
-            )
+        outputs = _outputs(body, calls, by_rank, split, arguments, ops)
         results: list[ir.Value] = []
         for name, value in zip(record.outputs, outputs, strict=True):
             value = _as_output(builder, name, value, calls, inputs, any_float)
@@ -289,15 +280,57 @@ def _traced(body: Body, calls: Calls, opset: int, by_rank: bool) -> ir.Function:
             ir.Attr(each.name, ATTRIBUTE_TYPES[each.kind], default_of(each)) for each in record.attributes
         ]
         return build_function(
-            functools.partial(run, any_float=any_float), formal, domain=record.domain, name=record.onnx_name,
+            partial(run, any_float=any_float), formal, domain=record.domain, name=record.onnx_name,
             attributes=given, opset_imports={"": opset},
         )  # fmt: skip
 
-    function = build(any_float=False)
+    try:
+        function = build(any_float=False)
+    except _SeveralValues as several:
+        return _traced(body, calls, opset, by_rank, (*split, str(several)))
     if compute is ir.DataType.FLOAT and _names_floats(function):
         function = build(any_float=True)
     _rename(function, record)
     return function
+
+
+def _outputs(
+    body: Body, calls: Calls, by_rank: bool, split: Sequence[str], arguments: Sequence[Any], op: BodyOps
+) -> Sequence[ir.Value]:
+    """Builds a body, with a branch for each of the values that the attributes `split` have together."""
+    record, groups = calls[0].record, dict[tuple[Any, ...], list[Call]]()
+    for call in calls:
+        groups.setdefault(tuple(call.attributes[name] for name in split), []).append(call)
+
+    def build(group: Calls, op: BodyOps) -> Sequence[ir.Value]:
+        op._calls = group
+        result = body.build(op, *arguments, **_attributes(group, by_rank))
+        outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+        if len(outputs) != len(record.outputs) or not all(isinstance(value, ir.Value) for value in outputs):
+            raise ExportError(
+                f"body {record.name} returned {result!r}; expected {len(record.outputs)} tensors: "
+                f"{', '.join(record.outputs)}"
+            )
+        return outputs
+
+    every = _attributes(calls, by_rank)
+    return op.choose(
+        [
+            ([(every[name], each) for name, each in zip(split, values, strict=True)], partial(build, group))
+            for values, group in sorted(groups.items(), key=lambda pair: pair[0])
+        ],
+        len(record.outputs),
+    )
+
+
+def _attributes(calls: Calls, by_rank: bool) -> dict[str, AttributeArgument]:
+    """Returns what a body sees of its calls' attributes; `by_rank`: there will be no other calls."""
+    record = calls[0].record
+    finite = {"bool", "str", *(["int", "float"] if by_rank else [])}
+    return {
+        each.name: AttributeArgument(each, calls, each.kind in finite or each.name in record.choices)
+        for each in record.attributes
+    }
 
 
 def _argument(

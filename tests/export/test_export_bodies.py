@@ -75,21 +75,21 @@ def attach(*nodes: str, inputs: str = "float[N, 3] x", records: Any = None, **mo
     return attach_bodies(model_of(list(nodes), inputs, **more), records or RECORDS)
 
 
-def test_a_value_needed_in_python_must_be_one_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = record_of("twice(Tensor x, int times=2) -> Tensor", DOMAIN)
+def test_a_value_needed_in_python_may_vary_in_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a branch for each value, in halves: protobuf reads up to 32 graphs in each other."""
+    record = record_of("twice(Tensor x, int times=2, int[] of=[1]) -> Tensor", DOMAIN)
 
-    def twice(op: Any, x: Any, *, times: Any) -> Any:
-        for _ in range(times.value):
+    def twice(op: Any, x: Any, *, times: Any, of: Any) -> Any:
+        for _ in range(times.value + of.value[0] - 1):
             x = op.Add(x, x)
         return x
 
     with_body(monkeypatch, "twice", twice)
-    node = f"p = {DOMAIN}.CustomTwice<times = 3>(x)"
-    attached = attach(node, f"q = {DOMAIN}.CustomTwice<times = 3>(p)", records={"twice": record})
-    assert body_session(attached).run({"x": torch.ones(1, 3)})["p"][0, 0] == 8
-    said = r"needs one value of times .* 3 in node p, 2 in node q.*bodies=False"
-    with pytest.raises(ExportError, match=said):
-        attach(node, f"q = {DOMAIN}.CustomTwice(x)", records={"twice": record})
+    nodes = [f"p{n} = {DOMAIN}.CustomTwice<times = {n}>(x)" for n in range(40)]
+    found = body_session(attach(*nodes, records={"twice": record})).run({"x": torch.ones(1, 3)})
+    assert [y[0, 0] for y in found.values()] == [2**n for n in range(40)]
+    with pytest.raises(ExportError, match=r"takes of\.value.*Name them.*limits=\"of in 1 | 2\""):
+        attach(*nodes, f"q = {DOMAIN}.CustomTwice<of = [2]>(x)", records={"twice": record})
 
 
 def test_an_attribute_used_as_a_python_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

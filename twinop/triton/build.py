@@ -131,17 +131,14 @@ def _model(record: OpSpec, combination: int, ranks: Sequence[Ranks]) -> bytes:
 
 
 def _attributes(record: OpSpec) -> list[dict[str, Any]]:
-    """Returns attributes in which each has all its values, or two where there are too many."""
+    """Returns all values of the attributes together; of numbers that the record does not name, two."""
     from ..record.op_schema import onnx_value
 
     values = []
     for entry in record.attributes:
-        found = values_of(record, entry, {})
-        values.append([*found, found[0] + 1] if entry.kind in ("int", "float") else found)
-    return [
-        {
-            entry.name: onnx_value(entry, options[i % len(options)])
-            for entry, options in zip(record.attributes, values, strict=True)
-        }
-        for i in range(max(map(len, values), default=1))
-    ]
+        found = record.choices.get(entry.name) or values_of(record, entry, {})
+        if entry.kind in ("int", "float") and entry.name not in record.choices:
+            found = (*found, found[0] + 1)
+        values.append([onnx_value(entry, each) for each in found])
+    names = [entry.name for entry in record.attributes]
+    return [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
