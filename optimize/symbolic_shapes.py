@@ -4,7 +4,7 @@ onnx's own inference does not, also with `data_prop`. With it alone, the rewrite
 of the TorchScript exporter with open lengths, which compute shapes from sums and products of sizes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial, reduce
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -72,7 +72,9 @@ def infer_shapes(model: ir.Model, auto_merge: bool = True) -> None:
     proto = ir.to_proto(small)
     given = {dim for value in model.graph.inputs for dim in g.dims(value) or () if isinstance(dim, str)}
     found, merged = _symbolic_shapes(proto, auto_merge)
-    if any(name in given and (isinstance(into, int) or into in given) for name, into in merged.items()):
+    if found is None:  # it ends at a size that it cannot compute
+        found, _ = _symbolic_shapes(proto, auto_merge=False, declared=proto.graph.value_info)
+    elif any(name in given and (isinstance(into, int) or into in given) for name, into in merged.items()):
         found, _ = _symbolic_shapes(proto, auto_merge=False)  # in a sum, one of the two may be 1
     if found is None:
         return
@@ -87,11 +89,13 @@ def infer_shapes(model: ir.Model, auto_merge: bool = True) -> None:
 
 
 def _symbolic_shapes(
-    proto: onnx.ModelProto, auto_merge: bool
+    proto: onnx.ModelProto, auto_merge: bool, declared: Iterable[onnx.ValueInfoProto] = ()
 ) -> tuple[onnx.ModelProto | None, dict[str, str | int]]:
     """Returns a model with shapes, or None, and which names of dimensions were merged into others;
-    `auto_merge`: two dimensions are one if they meet in a sum, unless both are sizes of inputs."""
+    `auto_merge`: two dimensions are one if they meet in a sum, unless both are sizes of inputs; `declared`:
+    values whose shapes are believed."""
     inference, complete = _inference()(2**31 - 1, auto_merge, False, 0), False
+    inference.declared_ = {each.name: each for each in declared if each.type.tensor_type.HasField("shape")}
     # These are the steps of its `infer_shapes`, which writes a file into the current folder if it fails.
     try:
         inference._preprocess(proto)
@@ -100,6 +104,15 @@ def _symbolic_shapes(
     except Exception:  # the model keeps the shapes that it has
         return None, {}
     return inference.out_mp_ if complete else None, inference.suggested_merge_
+
+
+def _take_declared(inference: Any, sympy: Any, node: onnx.NodeProto) -> None:
+    """Gives the outputs of a node their declared shapes."""
+    for declared in filter(None, map(inference.declared_.get, node.output)):
+        inference.known_vi_[declared.name].CopyFrom(declared)
+        for name in filter(None, (dim.dim_param for dim in declared.type.tensor_type.shape.dim)):
+            symbol = sympy.Symbol(name, integer=True, nonnegative=True)
+            inference.symbolic_dims_.setdefault(name, symbol)
 
 
 def _infer_quantised_rows(inference: Any, node: onnx.NodeProto) -> None:
@@ -222,6 +235,7 @@ def _inference() -> Any:
         def _name_unknown(self, infer: Callable[[Any], None], node: onnx.NodeProto) -> None:
             """Names each size that is not found: at one without a name the inference would end."""
             infer(node)
+            _take_declared(self, original.sympy, node)
             for index, name in enumerate(node.output):
                 shape = self.known_vi_[name].type.tensor_type.shape if name in self.known_vi_ else None
                 for axis, dim in enumerate(shape.dim if shape is not None else ()):

@@ -292,13 +292,16 @@ def test_a_length_padded_to_blocks() -> None:
         """k = Slice (x, first, second, last)
         d, state = com.microsoft.LinearAttention <q_num_heads = 2, kv_num_heads = 1> (x, k, k, memory)
         g = com.microsoft.GatedRMSNorm (d, b, x) e = Div (g, x)""",  # Qwen 3.5
+        """m = ReduceMax <keepdims = 0> (x) i = Cast <to = 7> (m) n = Unsqueeze (i, first)
+        o = Concat <axis = 0> (n, n, n) c = Expand (x, o) d = Slice (c, first, n) e = Div (d, x)""",  # Bamba
     ],
-    ids=["reductions", "convolution", "recurrence"],
+    ids=["reductions", "convolution", "recurrence", "numbers"],
 )
 def test_sizes_behind(body: str) -> None:
     """Without the sizes behind one operator, those of the whole model would be unknown."""
-    text = f"""(float[B, S, 8] x, float[B, 8, 2] past, float[B, 1, 4, 4] memory) => (float[B, S, 8] y) {{
-        {body} s = Shape (x) f = Reshape (e, flat) y = Reshape (f, s) }}"""
+    known = "<float[B, S, 8] d>" if "Expand" in body else ""  # as torch's exporter declares it
+    text = f"""(float[B, S, 8] x, float[B, 8, 2] past, float[B, 1, 4, 4] memory) => (float[B, S, 8] y)
+        {known} {{ {body} s = Shape (x) f = Reshape (e, flat) y = Reshape (f, s) }}"""
     rows = {"last": [-1], "flat": [-1, 8], "first": [0], "second": [4]}
     floats = {"w": np.ones((8, 1, 3), np.float32), "b": np.ones(8, np.float32)}
     proto = parsed(text, **{name: np.array(row) for name, row in rows.items()}, **floats)
