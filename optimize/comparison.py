@@ -16,8 +16,8 @@ from twinop.errors import ExportError, TwinopError, option
 from twinop.model.weights import narrow
 from twinop.record.tolerance import MAX_USABLE_ERROR
 
-from . import equivalence
-from .inputs import hides_left
+from . import decoders, equivalence
+from .inputs import hides_end
 from .segments import Part
 from .sliced import run_any as run
 from .source import Form, Source
@@ -86,10 +86,12 @@ class Comparison:
         report, self.note = self.source.report, ""
         self.own_error: float | None = None
         # The result of a row of which a mask hides everything is the mean of all values only if the mask's
-        # lowest number absorbs every score, as in fp32. The comparison in fp32 has these cases.
-        reference = self.reference.without(hides_left)
+        # lowest number absorbs every score, as in fp32. The comparison in fp32 has these cases. A window may
+        # have nothing but new tokens that are hidden.
+        ends = (0, -1) if decoders.is_decoder(self.model) else (0,)
+        reference = self.reference.without(lambda case: hides_end(case, ends))
         if not reference.typical:
-            self.note = "compared in its fp32 form: all inputs have a mask that hides the first token"
+            self.note = "compared in its fp32 form: all inputs have a mask that hides the first or last token"
             return None
         reference = equivalence.with_ids(self.original.what, self.model, self.library, reference)
         for note in reference.skipped:

@@ -32,7 +32,7 @@ from twinop.record.op_spec import DOMAIN
 from . import decoders, equivalence
 from . import graph as g
 from .comparison import DEFECT
-from .inputs import hides_left
+from .inputs import hides_end
 from .linear_fp8 import LINEAR_8, STEP, write
 from .load import reopen
 from .precision import DTYPES
@@ -251,7 +251,7 @@ class _Trial:
             found, _ = verifier.reference(original, source.original)
         count = found.typical
         found = replace(found, cases=found.cases[:count], outputs=found.outputs[:count], edge=[])
-        self.reference = found if all(map(hides_left, found.cases)) else found.without(hides_left)
+        self.reference = found if all(map(hides_end, found.cases)) else found.without(hides_end)
         self.plain: equivalence.Outputs = []
 
     def finished(self, model: ir.Model) -> ir.Model:

@@ -310,9 +310,9 @@ def hidden_tokens(case: Case) -> list[np.ndarray]:
     return [(array != 0) == is_inverted(name, array.dtype) for name, array in masks.items()]
 
 
-def hides_left(case: Case) -> bool:
-    """Whether a padding mask of a case hides the first token of a sequence."""
-    return any(each[:, :1].any() for each in hidden_tokens(case))
+def hides_end(case: Case, ends: Sequence[int] = (0,)) -> bool:
+    """Whether a padding mask of a case hides the first (0) or last (-1) token of a sequence."""
+    return any(each[:, [*ends]].any() for each in hidden_tokens(case) if each.size)
 
 
 def draws_random(node: ir.Node) -> bool:
@@ -437,7 +437,7 @@ def read_npz(path: str, model: ir.Model, padding: str | None) -> tuple[list[Case
         )
     case = {name: given[name] for name in wanted}
     case |= {name: each.astype(np.float32) for name, each in case.items() if each.dtype == np.float16}
-    if padding == "right" and hides_left(case):
+    if padding == "right" and hides_end(case):
         raise ExportError(
             f"{option('inputs_file', path)}: a mask hides the first token of a sequence, and "
             f"{option('padding', 'right')} promises that none does. Leave out {option('padding')}, or give "

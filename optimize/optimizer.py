@@ -232,7 +232,7 @@ def _write(
         try:
             written(verifier.apply([]))
         except equivalence.NotEquivalent:
-            raise _failure(source, acting, reason) from None
+            raise _failure(source, [], reason) from None
         wrong = verifier.first_wrong(acting, written)
         report.reverted |= {wrong: f"the written model {reason}"}
     kept = [name for name in names if name != wrong]
@@ -246,10 +246,9 @@ def _failure(source: Source, acting: Sequence[str], reason: equivalence.NotEquiv
     """Returns the error of a file that differs from the original."""
     if not source.converts:
         return ExportError(f"the written model {reason}: this is a defect of twinop, please report it")
-    return ExportError(
-        f"the model in {source.report.dtype} {reason}. Leave rewrites out with {option('without')} "
-        f"(applied: {', '.join(acting) or 'none'}), or keep its dtype"
-    )
+    left_out = f". Leave rewrites out with {option('without')} (applied: {', '.join(acting)}), or keep"
+    cure = left_out if acting else ", also without any rewrite. Keep"
+    return ExportError(f"the model in {source.report.dtype} {reason}{cure} its dtype")
 
 
 def _measured(verifier: Verifier, names: Sequence[str], path: Path, folder: Path) -> measure.Measured:

@@ -85,8 +85,18 @@ def test_what_the_converter_of_onnxruntime_writes(tmp_path: Path) -> None:
             "e = Equal (s, t) h = MatMul (x, w) y = Where (e, x, h) }",
             2,
         ),
+        (  # a new token that a mask hides sees nothing in its window
+            """(float[B, S, 4] x, float[B, T] mask, float[B, P, 4] past)
+            => (float[B, S, 4] y, float[B, T, 4] k) { h = MatMul (x, w) k = Concat <axis = 1> (past, h)
+            i = Constant <value_ints = [-2]> () e = Constant <value_ints = [99]> ()
+            o = Constant <value_ints = [1]> () r = Slice (k, i, e, o) t = Transpose <perm = [0, 2, 1]> (r)
+            m = Slice (mask, i, e, o) c = Cast <to = 9> (m) u = Unsqueeze (c, o) s = MatMul (h, t)
+            l = Constant <value_float = -3e38> () z = Constant <value_float = 0.0> () b = Where (u, z, l)
+            d = Add (s, b) p = Softmax (d) y = MatMul (p, r) }""",
+            5,
+        ),
     ],
-    ids=["overridable", "zeros", "output", "optional", "no input", "default axes", "text"],
+    ids=["overridable", "zeros", "output", "optional", "no input", "default axes", "text", "window"],
 )
 def test_unusual_values(text: str, found: int, tmp_path: Path) -> None:
     report, model = optimized(parsed(text, w=weights(4, 4)), tmp_path, dtype="float16")
