@@ -204,10 +204,7 @@ def _gated(op, packed, activation):
 
 
 def _product(op, x, weight, bias, layout):
-    def oriented(op, value):
-        return weight if value == "kn" else op.Transpose(weight, perm=[1, 0])
-
-    y = op.MatMul(x, _by_value(op, layout, oriented))
+    y = op.MatMul(x, weight if layout.value == "kn" else op.Transpose(weight, perm=[1, 0]))
     return y if bias is None else op.Add(y, bias)
 
 
@@ -254,15 +251,11 @@ def attention_packed(op, qkv, bias, *, heads, scale, causal):
     scores = op.Mul(op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2])), factor)
     if bias is not None:
         scores = op.Add(scores, bias)
-    length = op.Shape(qkv, start=1, end=2)
-
-    def with_causal(op, value):
-        if not value:
-            return scores
+    if causal.value:
+        length = op.Shape(qkv, start=1, end=2)
         hidden = op.Trilu(op.Expand(-math.inf, op.Concat(length, length, axis=0)), 1, upper=1)
-        return op.Add(scores, hidden)
-
-    y = op.MatMul(op.Softmax(_by_value(op, causal, with_causal), axis=-1), v)
+        scores = op.Add(scores, hidden)
+    y = op.MatMul(op.Softmax(scores, axis=-1), v)
     together = op.Concat(op.Shape(qkv, end=2), op.Mul(count, size), axis=0)
     return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), together)
 
@@ -326,12 +319,8 @@ def _turned_by_row(op, x, size, cos_sin, has_place, rows, interleaved):
     pairs = op.Div(turning, 2)
     c, s = op.Slice(angles, [0], pairs, [-1]), op.Slice(angles, pairs, turning, [-1])
     start = op.Slice(x, [0], turning, [-1])
-    layouts = {0: "half", 1: "interleaved"}
-
-    def of_layout(op, value):
-        return _turned(op, start, c, s, turning, layouts[int(value)])
-
-    return op.Concat(_by_value(op, interleaved, of_layout), op.Slice(x, turning, size, [-1]), axis=-1)
+    turned = _turned(op, start, c, s, turning, "interleaved" if interleaved.value else "half")
+    return op.Concat(turned, op.Slice(x, turning, size, [-1]), axis=-1)
 
 
 def _written(op, cache, index, new, length):
