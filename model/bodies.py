@@ -204,7 +204,10 @@ def _gated(op, packed, activation):
 
 
 def _product(op, x, weight, bias, layout):
-    y = op.MatMul(x, weight if layout.value == "kn" else op.Transpose(weight, perm=[1, 0]))
+    def oriented(op, value):  # not layout.value: in the branch of another layout, the sizes do not fit
+        return weight if value == "kn" else op.Transpose(weight, perm=[1, 0])
+
+    y = op.MatMul(x, _by_value(op, layout, oriented))
     return y if bias is None else op.Add(y, bias)
 
 
