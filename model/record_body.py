@@ -64,7 +64,7 @@ class AttributeArgument(AttributeReference):
     def value(self) -> Any:
         """The value. Where the calls have several, the body gets a branch for each of them (`_traced`)."""
         name = self._attribute.name
-        if len(self.values) > 1 and self._is_finite:
+        if len(self.values) > 1 and self._is_finite and all(each == each for each in self.values):  # no NaN
             raise _SeveralValues(name)
         if len(self.values) > 1:
             raise ExportError(

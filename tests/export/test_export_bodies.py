@@ -90,6 +90,13 @@ def test_a_value_needed_in_python_may_vary_in_a_model(monkeypatch: pytest.Monkey
     assert [y[0, 0] for y in found.values()] == [2**n for n in range(40)]
     with pytest.raises(ExportError, match=r"takes of\.value.*Name them.*limits=\"of in 1 | 2\""):
         attach(*nodes, f"q = {DOMAIN}.CustomTwice<of = [2]>(x)", records={"twice": record})
+    record = record_of("scale(Tensor x, float by=1.0) -> Tensor", DOMAIN)
+    with_body(monkeypatch, "scale", lambda op, x, *, by: op.Mul(x, by.value))
+    with pytest.raises(ExportError, match="more values than it could have branches for"):  # Equal has no NaN
+        attach(
+            *(f"p{n[0]} = {DOMAIN}.CustomScale<by = {n}>(x)" for n in ("1.0", "nan")),
+            records={"scale": record},
+        )
 
 
 def test_an_attribute_used_as_a_python_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
