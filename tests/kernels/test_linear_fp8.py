@@ -8,13 +8,17 @@ import sys
 import numpy as np
 import pytest
 import torch
+from export_models import model_of
 from same_bits import assert_same_bits
-from samples import DEVICES
+from samples import DEVICES, RECORDS
 from torch import Tensor
 from torch.nn import functional as F
 
 from twinop import torch_op
 from twinop.errors import RecordError
+from twinop.export import attach_bodies
+from twinop.record.op_spec import DOMAIN
+from twinop.testing.one_node import body_session
 
 E4M3 = torch.float8_e4m3fn
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -96,6 +100,28 @@ def test_they_are_the_op_and_quantize_rows(name: str, columns: int, dtype: torch
         found = getattr(torch_op, f"{name}_fp8")(*given, **attributes)
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
             assert_same_bits(a, b, f"{name} {attributes}, output {i}")
+
+
+@each_dtype
+def test_their_bodies_are_those_of_the_op_and_of_quantize_rows(dtype: torch.dtype) -> None:
+    attributes = dict.fromkeys(("rms_norm", "add_rms_norm"), "<eps = 0.5, offset = 1>")
+    attributes |= {"gelu": '<approximate = "tanh">', "add_layer_norm": "<eps = 0.5>"}
+    nodes = []
+    for name, inputs in PRODUCERS.items():
+        call = f"{attributes.get(name, '')}({', '.join(inputs)})"
+        ys = f"{name}_y, {name}_sum" if "residual" in inputs else f"{name}_y"
+        nodes += [
+            f"{name}_q, {name}_scale, {ys} = {DOMAIN}.{RECORDS[f'{name}_fp8'].onnx_name}{call}",
+            f"{ys.replace(name, f'of_{name}')} = {DOMAIN}.{RECORDS[name].onnx_name}{call}",
+            f"of_{name}_q, of_{name}_scale = {DOMAIN}.CustomQuantizeRows(of_{name}_y)",
+        ]
+    shapes = {"x": (3, 64), "residual": (3, 64), "weight": (64,), "bias": (64,), "packed": (3, 128)}
+    kind = str(dtype).removeprefix("torch.")
+    model = model_of(nodes, ", ".join(f"{kind}{[*shape]} {each}" for each, shape in shapes.items()))
+    given = {each: numbers(*shape, dtype=dtype, device="cpu") for each, shape in shapes.items()}
+    found = body_session(attach_bodies(model, RECORDS)).run(given)
+    for name in (each for each in found if f"of_{each}" in found):
+        assert_same_bits(found[name], found[f"of_{name}"], name)
 
 
 def operands(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
