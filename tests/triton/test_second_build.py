@@ -13,8 +13,11 @@ from record_driver import ROOT
 pytest.importorskip("triton", reason="kernels in Python need it")
 
 _OP = """
-import torch, triton, triton.language as tl, twinop
+import pathlib, torch, triton, triton.language as tl, twinop
 from factors import FACTOR
+(file := pathlib.Path(__file__).with_name("gone.py")).touch()
+import gone  # the build passes over a module without a file
+file.unlink()
 
 @triton.jit
 def kernel(x, y, n, FACTOR: tl.constexpr):
