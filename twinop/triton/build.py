@@ -134,11 +134,15 @@ def _attributes(record: OpSpec) -> list[dict[str, Any]]:
     """Returns all values of the attributes together; of numbers that the record does not name, two."""
     from ..record.op_schema import onnx_value
 
-    values = []
+    numbers, finite = dict[str, list[Any]](), dict[str, list[Any]]()
     for entry in record.attributes:
-        found = record.choices.get(entry.name) or values_of(record, entry, {})
+        found: Any = record.choices.get(entry.name) or values_of(record, entry, {})
         if entry.kind in ("int", "float") and entry.name not in record.choices:
-            found = (*found, found[0] + 1)
-        values.append([onnx_value(entry, each) for each in found])
-    names = [entry.name for entry in record.attributes]
-    return [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
+            numbers[entry.name] = [onnx_value(entry, each) for each in (found[0], found[0] + 1)]
+        else:
+            finite[entry.name] = [onnx_value(entry, each) for each in found]
+    return [
+        dict(zip(finite, each, strict=True)) | {name: pair[index] for name, pair in numbers.items()}
+        for index in (range(2) if numbers else range(1))
+        for each in itertools.product(*finite.values())
+    ]
