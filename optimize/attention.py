@@ -308,5 +308,7 @@ def replace_output(old: ir.Value, result: ir.Value, heads: Heads) -> None:
         regroups = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in rows)
         if (shape or [])[2:] == [heads.count * heads.size] and not regroups:
             g.replace(reshape.outputs[0], result)
+        elif (shape or [])[1:] == [heads.count * heads.size]:  # all tokens as rows
+            reshape.replace_input_with(0, result)
     if g.maker(old).graph is not None:  # others read it, too
         g.replace(old, split_heads(result, heads.count, heads.size, g.maker(old)))

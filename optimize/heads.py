@@ -34,7 +34,9 @@ def merged_heads(value: ir.Value, before: ir.Node) -> Heads | None:
         return Heads(g.columns(before, source, start, start + count * size), count, size)
     if (rows := _rows_of_torch(value, shape)) is not None:
         return Heads(_swapped(rows, before), count, size)
-    tokens_first = g.untransposed(value, SWAP_S_H)
+    tokens_first, outer = g.untransposed(value, SWAP_S_H), g.producer(value, "Unsqueeze")
+    if outer is not None and g.ints(outer, "axes", 1) == [0]:
+        tokens_first = g.untransposed(outer.inputs[0], SWAP_ROWS)  # [S, H, D]
     return merged_tokens(
         g.transpose(before, value, SWAP_S_H) if tokens_first is None else tokens_first, before
     )
@@ -103,14 +105,16 @@ def _part_of_rows(value: ir.Value) -> tuple[ir.Value, int, int] | None:
 
 
 def merged_tokens(value: ir.Value, before: ir.Node) -> Heads | None:
-    """Returns the heads [B, S, H, D] of a value as [B, S, H*D], or None if H or D is not known."""
-    *outer, count, size = _four(value)
+    """Returns the heads [B, S, H, D] of a value as [B, S, H*D], or [S, H, D] as [1, S, H*D], or None if H or
+    D is not known."""
+    *outer, count, size = [1, *(g.dims(value) or [])] if g.rank(value) == 3 else _four(value)
     if not isinstance(count, int) or not isinstance(size, int):
         return None
     reshape = g.producer(value, "Reshape")
     source = reshape.inputs[0] if reshape is not None else None
-    if source is None or g.rank(source) != 3 or g.last_dim(source) != count * size:
-        source = g.reshape(before, value, [0, 0, count * size], [*outer, count * size])
+    if g.rank(value) == 3 or g.rank(source) != 3 or g.last_dim(source) != count * size:
+        target = [1, -1] if g.rank(value) == 3 else [0, 0]
+        source = g.reshape(before, value, [*target, count * size], [*outer, count * size])
     return Heads(source, count, size)
 
 

@@ -26,7 +26,7 @@ from .symbolic_shapes import infer_shapes, infer_types
 from .user_ops import FLOATS_16, UserOps
 
 _SCALES = {("QuantizeLinear", 1), ("DequantizeLinear", 1)}
-_POSSIBLE_NO_OPS = ("Expand", "Identity", "Reshape")
+_POSSIBLE_NO_OPS = ("Concat", "Expand", "Identity", "Reshape", "Split")
 
 
 def prepare(model: ir.Model, records: Mapping[str, OpSpec]) -> None:
@@ -175,6 +175,8 @@ def _remove_no_ops(model: ir.Model) -> None:
     inputs = g.given_of_all(model.graph)
     for node in list(model.graph):
         if node.domain or node.op_type not in _POSSIBLE_NO_OPS or not node.inputs:
+            continue
+        if len(node.inputs if node.op_type == "Concat" else node.outputs) > 1:
             continue
         source, result = node.inputs[0], node.outputs[0]
         given = source is not None and (source.is_graph_input() or g.is_constant(source))

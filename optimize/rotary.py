@@ -1,10 +1,11 @@
 """Fuses rotary position embedding.
 
 Matches: x * cos + rotated(x) * sin on heads [B, H, S, D] or [B, S, H, D], with cos and sin [1 or B, 1, S, D]
-or [1 or B, S, 1, D] that the model computes. The pairs are (i, i + D/2), as in Llama, or (2i, 2i + 1), as in
-RoFormer and Cohere. Only the first elements of a head may be rotated, as in GPT-NeoX. The two elements of
-each pair may also be computed apart, from cos and sin with D/2 columns, and then joined. The first tokens may
-be left unrotated, as the class token in EVA-02, if cos and sin have known sizes. They get angles of zero.
+or [1 or B, S, 1, D] that the model computes; also on [S, H, D], as in Qwen2-VL's vision tower. The pairs are
+(i, i + D/2), as in Llama, or (2i, 2i + 1), as in RoFormer and Cohere. Only the first elements of a head may
+be rotated, as in GPT-NeoX. The two elements of each pair may also be computed apart, from cos and sin with
+D/2 columns, and then joined. The first tokens may be left unrotated, as the class token in EVA-02, if cos
+and sin have known sizes. They get angles of zero.
 Writes: CustomRope on q and k [B, S, H*D] of one attention together. It takes one cos and sin for each pair,
 so nothing about positions is assumed. A single tensor, and every tensor on the CPU, gets ONNX Runtime's
 RotaryEmbedding.
@@ -32,9 +33,9 @@ class _Rotation:
 
     match: RotaryMatch  # cos and sin are those of the model
     node: ir.Node  # its output is the result
-    heads: ir.Value  # what is rotated in part, [B, H, S, D] or [B, S, H, D]
+    heads: ir.Value  # what is rotated in part, [B, H, S, D], [B, S, H, D] or [S, H, D]
     more: int  # the number of tokens in front that stay as they are
-    tokens_first: bool  # the heads are [B, S, H, D]
+    tokens_first: bool  # the heads are [B, S, H, D] or [S, H, D]
     count: int  # of heads
     size: int  # of a head
     width: int  # of the first elements of a head, which are rotated
@@ -52,17 +53,17 @@ class Rotary(
         shapes = g.dims(x), g.dims(match.cos), g.dims(match.sin)
         tokens_first = not _fits(*shapes, 2) and _fits(*shapes, 1)
         if width is None or not (tokens_first or _fits(*shapes, 2)):
-            return g.Skipped("of another layout than [B, H, S, D] or [B, S, H, D]")
+            return g.Skipped("of another layout than [B, H, S, D], [B, S, H, D] or [S, H, D]")
         is_twice = g.last_dim(match.cos) == width
         if is_twice and not all(has_equal_pairs(each, match.layout) for each in (match.cos, match.sin)):
             return g.Skipped("the angles of a pair may differ")
         last, heads = _rejoined(match.node, x, -1, 0) or (match.node, x)
         axis, sizes = 1 if tokens_first else 2, shapes[1] or []
-        tokens, more = _rejoined(last, heads, axis, 1), 0
+        tokens, more = _rejoined(last, heads, axis, 1) if g.rank(x) == 4 else None, 0
         if tokens is not None and len(sizes) >= 4 - axis and all(isinstance(size, int) for size in sizes):
             more = _size(tokens[1], axis) - _size(heads, axis)
             last, heads = tokens
-        count, size = [*(g.dims(heads) or []), *[None] * 4][3 - axis : 4 : axis]
+        count, size = [1, *(g.dims(heads) or [None] * 4)][-4:][3 - axis :: axis]
         if not isinstance(count, int) or not isinstance(size, int):
             return g.Skipped("the number of heads is not known")
         return _Rotation(match, last, heads, more, tokens_first, count, size, width)
@@ -86,7 +87,11 @@ class Rotary(
         for each, result in zip(pair, results, strict=True):
             split = split_tokens if each.tokens_first else split_heads
             old = flattened(each.node, each.match.x)
-            self.replace(old, split(result, each.count, each.size, g.maker(old)))
+            new = split(result, each.count, each.size, g.maker(old))
+            shape = g.dims(old) or []
+            if len(shape) == 3:
+                new = g.reshape(g.maker(old), new, [-1, each.count, each.size], shape)
+            self.replace(old, new)
 
 
 def _angles(rotation: _Rotation, value: ir.Value, number: float) -> ir.Value:
@@ -155,7 +160,9 @@ def _size(value: ir.Value, axis: int) -> int:
 
 
 def _fits(x: list[g.Dim] | None, cos: list[g.Dim] | None, sin: list[g.Dim] | None, tokens: int) -> bool:
-    """Whether cos and sin belong to x [B, H, S, D] or [B, S, H, D], where `tokens` is the axis of S."""
+    """Whether cos and sin belong to x [B, H, S, D] or [B, S, H, D], where `tokens` is the axis of S, or to
+    x [S, H, D]."""
+    x = [1, *x] if x is not None and len(x) == 3 and tokens == 1 else x
     if x is None or cos is None or cos != sin or len(x) != 4 or len(cos) not in (2, 3, 4):
         return False
     padded = [1] * (4 - len(cos)) + cos

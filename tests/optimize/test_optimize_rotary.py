@@ -127,10 +127,13 @@ ORDERS = {
     "heads first": ("float[B, 2, S, 8]", "float[1, S, 4]", (3, 2, 9, 8), (1, 9, 4)),
     "tokens first": ("float[B, S, 2, 8]", "float[1, S, 1, 4]", (3, 9, 2, 8), (1, 9, 1, 4)),
     "tokens of each sequence": ("float[B, S, 2, 8]", "float[B, S, 1, 4]", (3, 9, 2, 8), (3, 9, 1, 4)),
+    "no batch": ("float[S, 2, 8]", "float[S, 1, 4]", (9, 2, 8), (9, 1, 4)),
 }
 
 
-@pytest.mark.parametrize(("name", "order"), [*zip(["halves", "neighbours", "halves"], ORDERS, strict=True)])
+@pytest.mark.parametrize(
+    ("name", "order"), [("neighbours" if each == "tokens first" else "halves", each) for each in ORDERS]
+)
 def test_the_elements_of_a_pair_apart(name: str, order: str, tmp_path: Path) -> None:
     x, angles, *sizes = ORDERS[order]
     text = f"({x} x, {angles} c, {angles} s) => ({x} y) {{ {APART[name] % TURNED} }}"
@@ -139,6 +142,18 @@ def test_the_elements_of_a_pair_apart(name: str, order: str, tmp_path: Path) -> 
     assert node.attributes.get_int("interleaved", 0) == (name == "neighbours")
     assert not nodes(model, "Mul", "Sub", "Add", "Concat")
     assert_same(tmp_path, x=sizes[0], c=sizes[1], s=sizes[1])
+
+
+def test_images_as_one_sequence(tmp_path: Path) -> None:
+    """The attention of Qwen2-VL's vision tower, of one image: nothing is transposed."""
+    text = f"""(float[6, 16] rows, float[6, 1, 4] c, float[6, 1, 4] s) => (float[6, 16] o) {{
+        x = Reshape (rows, heads) {APART["halves"] % TURNED} t = Transpose <perm=[1, 0, 2]> (y)
+        u = Unsqueeze (t, zero) q = Split <axis=2, num_outputs=1> (u) k = Transpose <perm=[0, 1, 3, 2]> (q)
+        w = MatMul (q, k) p = Softmax (w) v = MatMul (p, q) r = Transpose <perm=[0, 2, 1, 3]> (v)
+        whole = Concat <axis=1> (r) o = Reshape (whole, size) }}"""
+    sizes = INDICES | {"heads": np.array([6, 2, 8]), "size": np.array([6, -1])}
+    _, model = optimized(parsed(text, **sizes), tmp_path)
+    assert set(types(model)) == {"RotaryEmbedding", "MultiHeadAttention", "Reshape"}
 
 
 def test_other_products_of_pairs_stay(tmp_path: Path) -> None:
