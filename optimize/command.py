@@ -90,9 +90,9 @@ class Options:
         float,
         _option(
             "With float8: the largest relative error of an output, on --inputs where they are given. Matmuls "
-            "go back to 16 bits until it is kept, those with the largest errors first."
+            "go back to 16 bits until it is kept, first those with large errors that save little time."
         ),
-    ] = 0.2
+    ] = 0.25
     library: Annotated[
         list[Path] | None, _option("A library of ops that the model needs; repeat it for others.")
     ] = None

@@ -65,7 +65,7 @@ def optimize(
     allow_uncompared: bool = False,
     drop_slow: bool = False,
     rows: int = 2048,
-    max_error: float = 0.2,
+    max_error: float = 0.25,
     library: deploy.Libraries = None,
     allow_model_libraries: bool = False,
     kept: Iterable[OpSpec] = (),

@@ -61,7 +61,7 @@ class Options:
     kept: Iterable[OpSpec]  # ops whose nodes stay although no library may have them
     held: Held  # weights by name that are in memory, and that the file only names
     rows: int = 2048  # for float8: those that matmuls get; what 8 bits make slower stays in 16. 0 takes all
-    max_error: float = 0.2  # for float8, of an output: matmuls go back to 16 bits until it is kept
+    max_error: float = 0.25  # for float8, of an output: matmuls go back to 16 bits until it is kept
 
     def __post_init__(self) -> None:
         """Raises ExportError for values that no model can be optimised with."""

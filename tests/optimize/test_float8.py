@@ -340,6 +340,13 @@ def test_the_table_decides(rows: int, size: int, is_faster: bool) -> None:
     assert kept == {"CustomLinear: the first or the last one": 2} | ({} if is_faster else {slow: 2})
 
 
+def test_large_matmuls_go_back_last() -> None:
+    """Where they save more time than smaller ones, for the square of an error."""
+    model = sized(f"a = {LINEAR} (h, w) y = {LINEAR} (a, v)", a=(64, 64), y=(64, 128))
+    for large, order in ((0.05, ["a", "y"]), (0.06, ["y", "a"]), (np.inf, ["y", "a"])):
+        assert float8._worst_first(model, {"y": large, "a": 0.04}) == order
+
+
 def test_narrow_matmuls_go_with_wide_ones() -> None:
     """k and v of grouped-query attention: x is in 8 bits for q."""
     text = f"q = {LINEAR} (h, w) k = {LINEAR} (h, v) a = Add (q, k) g = Relu (h) l = {LINEAR} (g, v)"
@@ -426,7 +433,7 @@ def test_matmuls_that_share_a_constant_are_compared(factor: int, tmp_path: Path)
         ({"device": "cpu"}, "device='cpu': not with dtype='float8': CPUs have no matmuls in 8 bits"),
         ({"invariant": True}, "invariant=True: not with dtype='float8': sums in 8 bits have no fixed order"),
         ({"drop_slow": True}, "drop_slow=True: not with dtype='float8': it measures 16 bits"),
-        ({"rows": -1}, "rows=-1, max_error=0.2: expected a number of rows, 0 or more, and an error above 0"),
+        ({"rows": -1}, "rows=-1, max_error=0.25: expected a number of rows, 0 or more, and an error above 0"),
         ({"max_error": 0.0}, "rows=0, max_error=0.0: expected a number of rows"),
         ({"max_error": float("nan")}, "max_error=nan: expected"),
     ],
