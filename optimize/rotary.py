@@ -14,7 +14,7 @@ elements of each pair.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import onnx_ir as ir
@@ -76,6 +76,8 @@ class Rotary(
         merged = [merge(each.heads, each.node) for each in pair]
         heads = [each.value for each in merged if each is not None]
         angles = [_angles(match, match.match.cos, 1.0), _angles(match, match.match.sin, 0.0)]
+        if match.match.turns_back:
+            angles[1] = g.add(match.node, "Neg", angles[1:], shape=g.dims(angles[1]))
         if len(pair) == 1:
             results: Sequence[ir.Value] = [_single(match, heads[0], angles)]
         else:
@@ -110,9 +112,9 @@ def _angles(rotation: _Rotation, value: ir.Value, number: float) -> ir.Value:
 
 def _can_fuse(context: g.RewriteContext, a: _Rotation, b: _Rotation) -> bool:
     """Whether one node can compute both: they have the same angles, and neither depends on the other."""
-    first, second = ((each.match.cos, each.match.sin, each.match.layout, each.size) for each in (a, b))
-    forms = [(each.width, each.more, each.tokens_first) for each in (a, b)]
-    if first != second or forms[0] != forms[1]:
+    shared = [replace(each.match, node=a.node, x=a.heads) for each in (a, b)]
+    forms = [(each.size, each.width, each.more, each.tokens_first) for each in (a, b)]
+    if shared[0] != shared[1] or forms[0] != forms[1]:
         return False
     if context.may_differ(*((g.dims(each.heads) or [None])[0] for each in (a, b))):
         return False

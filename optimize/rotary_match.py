@@ -22,6 +22,7 @@ class RotaryMatch:
     cos: ir.Value
     sin: ir.Value
     layout: str  # as in CustomRope
+    turns_back: bool = False  # by the negative angles
 
 
 def match_rotation(node: ir.Node) -> RotaryMatch | None:
@@ -34,14 +35,14 @@ def _whole(node: ir.Node) -> RotaryMatch | None:
     products = [each for value in node.inputs if (each := g.producer(value, "Mul")) is not None]
     for with_sin, with_cos in (products, products[::-1]) if len(products) == 2 else ():
         for rotated in with_sin.inputs:
-            x, layout = _source_of_halves(rotated), "half"
+            (x, turns_back), layout = _source_of_halves(rotated), "half"
             if x is None:
                 x, layout = _source_of_interleaved(rotated), "interleaved"
             if x is None or rotated is None or not any(value is x for value in with_cos.inputs):
                 continue
             cos, sin = g.other_input(with_cos, x), g.other_input(with_sin, rotated)
             if cos is not None and sin is not None:
-                return RotaryMatch(node, x, cos, sin, layout)
+                return RotaryMatch(node, x, cos, sin, layout, turns_back)
     return None
 
 
@@ -123,14 +124,19 @@ def flattened(last: ir.Node, x: ir.Value) -> ir.Value:
     return flat
 
 
-def _source_of_halves(value: ir.Value | None) -> ir.Value | None:
-    """Returns x of concat(-x[..., half:], x[..., :half])."""
-    nodes = g.chain(value, "Concat", "Neg")
-    if not nodes or len(nodes[0].inputs) != 2:
-        return None
-    concat, negative = nodes
-    x, layout = _source_of_pairs(concat.inputs[1], negative.inputs[0])
-    return x if layout == "half" and g.attribute(concat, "axis", 0) in (-1, g.rank(x) - 1) else None
+def _source_of_halves(value: ir.Value | None) -> tuple[ir.Value | None, bool]:
+    """Returns x of concat(-x[..., half:], x[..., :half]); or of concat(x[..., half:], -x[..., :half]), and
+    True: NanoChat turns back."""
+    concat = g.producer(value, "Concat")
+    if concat is None or len(concat.inputs) != 2:
+        return None, False
+    for index, other in enumerate(concat.inputs[::-1]):
+        negative = g.producer(concat.inputs[index], "Neg")
+        pair = (other, negative.inputs[0] if negative is not None else None)
+        x, layout = _source_of_pairs(*pair[:: -1 if index else 1])
+        if layout == "half" and g.attribute(concat, "axis", 0) in (-1, g.rank(x) - 1):
+            return x, index == 1
+    return None, False
 
 
 def _source_of_interleaved(value: ir.Value | None) -> ir.Value | None:
