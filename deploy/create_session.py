@@ -23,7 +23,7 @@ from . import cuda
 from .check_nodes import require_fit
 from .choose_library import Libraries, choose_libraries
 from .custom_nodes import Model, ModelSource, custom_nodes, is_custom, load_model
-from .errors import ModelError, ProviderError, RunError
+from .errors import ModelError, NoKernelError, ProviderError, RunError
 from .inference_session import Session
 from .registration import SealedLibrary, register
 
@@ -289,11 +289,13 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider], giv
                 f". It infers few types in functions, and {where[0]} is in one: twinop.export.attach_bodies "
                 "puts such functions into the graph"
             )
-        if lacking := [op for _, op in model.bodies if f"an implementation for {op}(" in said]:
+        lacking = [op for _, op in model.bodies if f"an implementation for {op}(" in said]
+        if lacking:
             said += f". The library has no kernel of {lacking[0]} here; with library=False its body runs"
         if given and model.nodes:
             said += ". Session options that have a library already need library=False"
-        raise RunError(f"{model.name}: ONNX Runtime refuses it: {said}", type(error).__name__) from error
+        kind = NoKernelError if lacking else RunError
+        raise kind(f"{model.name}: ONNX Runtime refuses it: {said}", type(error).__name__) from error
 
 
 def _may_crash(proto: onnx.ModelProto) -> bool:

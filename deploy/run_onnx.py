@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -25,11 +26,12 @@ from rich.text import Text
 from twinop.cli.console import Timeout, out, print_note, program
 from twinop.deploy.create_session import PROVIDERS, session
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
-from twinop.deploy.errors import FeedError, RunError
+from twinop.deploy.errors import FeedError, NoKernelError, RunError
 from twinop.deploy.inference_session import NodeRun, Session
 from twinop.deploy.node_parity import Comparison, compare, observed
 from twinop.deploy.ort_process import SERVER, time_limit
 from twinop.deploy.tensor_specs import named_sizes
+from twinop.errors import TwinopWarning
 from twinop.libraries.library import Library, in_use
 from twinop.record.dimensions import sizes_of
 from twinop.record.dtypes import to_tensor
@@ -126,7 +128,13 @@ def _open_and_run(
     path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
 ) -> Iterator[Any]:
     """Yields libraries, device, inputs, outputs, the nodes' runs, and why sizes are others."""
-    opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
+    options: dict[str, Any] = {"profile": True, "allow_model_libraries": allow}
+    try:
+        opened = session(path, PROVIDERS[provider], library, **options)
+    except NoKernelError:
+        said = f"{path}: its library has no kernel for this device, so function bodies run, which is slower"
+        warnings.warn(said, TwinopWarning, stacklevel=1)
+        opened = session(path, PROVIDERS[provider], False, **options)
     yield opened.libraries
     yield f"{opened.device} ({opened.reason})"
     feeds, refused = _random_feeds(opened, _parse_shapes(shapes, opened), seed), ""

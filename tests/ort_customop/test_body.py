@@ -18,7 +18,8 @@ from samples import RECORDS, Sample, combinations, presence_patterns, samples
 from slow_cases import often
 
 from twinop import deploy
-from twinop.deploy import RunError
+from twinop.deploy import RunError, run_onnx
+from twinop.errors import TwinopWarning
 from twinop.export import attach_bodies
 from twinop.record.op_spec import OpSpec
 
@@ -191,6 +192,10 @@ def test_an_op_without_a_body_on_the_cpu_runs_that_of_the_model(tmp_path: Path) 
     with pytest.raises(RunError, match="no kernel of CustomRelu here; with library=False its body runs"):
         deploy.session(model, ["CPUExecutionProvider"], path)
     assert deploy.session(model, ["CPUExecutionProvider"], False).run(feeds_of(sample))
+    onnx.save(model, file := tmp_path / "model.onnx")
+    with pytest.warns(TwinopWarning, match="no kernel for this device, so function bodies run"):
+        libraries, _, _, outputs, ran, _ = run_onnx._open_and_run(file, "cpu", [path], False, ["x=2,3"], 0)
+    assert libraries == [] and len(outputs) == 1 and "CustomRelu" not in {each.op_type for each in ran}
 
 
 def test_a_body_without_a_model_for_a_call(tmp_path: Path) -> None:
