@@ -335,7 +335,7 @@ class Verifier:
             if random:
                 why = f"it draws random numbers ({random[0]}). Export it in eval mode, or without that node"
             elif opset != target:
-                why = f"onnx's conversion of opset {opset} changes it. Export it with opset {target}"
+                why = f"onnx converts opset {opset}, which may change it: export with {target}. Or {UNKNOWN}"
             else:
                 why = UNKNOWN
             raise ExportError(f"the model without any rewrite {reason}: {why}") from None
