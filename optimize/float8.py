@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,8 @@ def _worst_first(model: ir.Model, errors: Mapping[str, float]) -> list[str]:
     """Returns the matmuls by their errors for the time that 8 bits save: squares of errors add up to that of
     an output, and the time grows with the weight."""
     nodes = [node for node in model.graph if node.outputs[0].name in errors]
-    sizes = {node.outputs[0].name: np.prod(g.dims(node.inputs[1]) or 1) for node in nodes}
+    tensors = {node.outputs[0].name: g.tensor(node.inputs[1]) for node in nodes}
+    sizes = {name: prod(weights.sizes(each)) for name, each in tensors.items() if each is not None}
     return sorted(errors, key=lambda name: errors[name] ** 2 / sizes[name], reverse=True)
 
 

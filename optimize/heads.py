@@ -112,7 +112,7 @@ def merged_tokens(value: ir.Value, before: ir.Node) -> Heads | None:
         return None
     reshape = g.producer(value, "Reshape")
     source = reshape.inputs[0] if reshape is not None else None
-    if g.rank(value) == 3 or g.rank(source) != 3 or g.last_dim(source) != count * size:
+    if source is None or g.rank(value) == 3 or g.rank(source) != 3 or g.last_dim(source) != count * size:
         target = [1, -1] if g.rank(value) == 3 else [0, 0]
         source = g.reshape(before, value, [*target, count * size], [*outer, count * size])
     return Heads(source, count, size)
