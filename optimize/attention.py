@@ -59,17 +59,18 @@ class Attention(Rewrite[ir.Node], key="attention", op_types=("Softmax",), patter
 
 
 def is_attention(softmax: ir.Node) -> bool:
-    """Whether a softmax is over the last dimension, and a MatMul reads its result."""
-    value = after_nan_guard(softmax)
+    """Whether a softmax is over the last dimension, and a MatMul reads its result, perhaps reshaped."""
+    readers = [use.node for use in after_nan_guard(softmax).uses()]
+    readers += [each for node in readers if node.op_type == "Reshape" for each in node.outputs[0].consumers()]
     is_last = g.attribute(softmax, "axis", -1) in (-1, g.rank(softmax.outputs[0]) - 1)
-    return is_last and any(use.node.op_type == "MatMul" for use in value.uses())
+    return is_last and any(node.op_type == "MatMul" for node in readers)
 
 
 def match_attention(softmax: ir.Node) -> ir.Node:
     """Returns the matmul with v of an attention; raises Skipped for forms that are not supported."""
     probabilities = after_nan_guard(softmax)
     matmul = g.only_user(probabilities)
-    if matmul is None or matmul.inputs[0] is not probabilities:
+    if matmul is None or matmul.op_type != "MatMul" or matmul.inputs[0] is not probabilities:
         raise g.Skipped("the softmax has other readers")
     scores_of(softmax, softmax)
     return matmul

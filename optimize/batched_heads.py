@@ -43,8 +43,9 @@ class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], key="batched_heads", op_t
             [scores, *target], shape = g.maker(node.inputs[0]).inputs, g.dims(value)  # type: ignore[arg-type]
             result = g.add(node, "Softmax", [scores], {"axis": -1}, shape=g.dims(scores))
             return self.replace(value, g.add(node, "Reshape", [result, *target], shape=shape))
-        for each in _shapes(node):
-            each.replace_input_with(0, node.inputs[1])
+        for before, each in zip((None, node, *elementwise), (node, *elementwise), strict=False):
+            for shape_node, like in _shapes(each, before):
+                shape_node.replace_input_with(0, like)
         moved = _apart(node.inputs[0], node)
         batch = (g.dims(moved) or [None])[0] if heads > 1 else None  # of all: B*H is not 1, which broadcasts
         for each in (node, *elementwise):
@@ -62,11 +63,12 @@ class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], key="batched_heads", op_t
         reshape.replace_input_with(0, g.transpose(reshape, moved, [2, 0, 1, 3]))
 
 
-def _shapes(matmul: ir.Node) -> list[ir.Node]:
-    """Returns each Shape of a matmul, which TorchScript's exporter writes, that v has, too."""
-    if not g.same_dims(*map(g.dims, (matmul.inputs[1], matmul.outputs[0]))):
-        return []
-    return [node for node in matmul.outputs[0].consumers() if node.op_type == "Shape"]
+def _shapes(node: ir.Node, before: ir.Node | None) -> list[tuple[ir.Node, ir.Value]]:
+    """Returns each Shape of a result, which TorchScript's exporter writes, with an operand that has this
+    shape, too, and is not the result of the node before."""
+    value, others = node.outputs[0], [each for each in node.inputs if each and each.producer() is not before]
+    like = next((each for each in others if g.same_dims(*map(g.dims, (each, value)))), None)
+    return [(each, like) for each in value.consumers() if each.op_type == "Shape"] if like else []
 
 
 def _heads(value: ir.Value | None) -> int | None:
@@ -119,19 +121,26 @@ def _apart(value: ir.Value | None, before: ir.Node, batch: g.Dim = None) -> ir.V
     return g.add(before, "Mul", [found, number], dtype=value.dtype, shape=g.dims(found))
 
 
+def _reader(node: ir.Node, before: ir.Node | None) -> ir.Node | None:
+    """Returns the only reader of a result but for `_shapes`."""
+    shapes = [each for each, _ in _shapes(node, before)]
+    readers = [each for each in node.outputs[0].consumers() if each not in shapes]
+    is_alone = len(readers) == 1 and readers[0].graph is node.graph and not node.outputs[0].is_graph_output()
+    return readers[0] if is_alone else None
+
+
 def _to_four_dimensions(matmul: ir.Node) -> list[ir.Node]:
     """Returns what follows a matmul, perhaps a softmax and the matmul with v, up to the Reshape to four
     dimensions, or the Transpose to [S, B*H, D] that is reshaped; nothing if there is neither."""
     chain, shape = list[ir.Node](), g.dims(matmul.outputs[0]) or []
-    users = [each for each in matmul.outputs[0].consumers() if each not in _shapes(matmul)]
-    node = users[0] if len(users) == 1 and not matmul.outputs[0].is_graph_output() else None
+    node = _reader(matmul, None)
     while node is not None and node.op_type in ("Add", "Div", "Mul", "Sub") and not node.domain:
         if g.dims(node.outputs[0]) != shape:
             return []
         if any(g.rank(value) != 3 and g.scalar(value) is None for value in node.inputs):
             return []
         chain.append(node)
-        node = g.only_user(node.outputs[0])
+        node = _reader(node, ([matmul] + chain)[-2])
     if node is not None and node.op_type == "Softmax" and g.attribute(node, "axis", -1) in (-1, 2):
         product = g.only_user(node.outputs[0])
         if product is None or product.op_type != "MatMul" or product.inputs[0] is not node.outputs[0]:

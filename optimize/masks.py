@@ -205,6 +205,8 @@ def _is_of_kind(array: np.ndarray, kind: MaskKind, shown: np.ndarray | None) -> 
         if shown.shape[1] != columns:
             return False
         expected = expected & (shown != 0)[:, None, None, :]
+        if padding == "padding" and rows == columns:  # DeBERTa hides all from hidden tokens
+            wide = np.where((shown != 0)[:, None, :, None], wide, np.where(expected, 0, _LOWEST))
     is_binary = ((wide == 0) | (wide <= _HIDDEN)).all()
     return bool(is_binary and ((wide == 0) == expected).all())
 

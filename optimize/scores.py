@@ -78,8 +78,8 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
             value, *added = found
             grouped = g.dims(node.inputs[0]) or []
             masks = [*masks, *(_scaled(mask, found_scale, after) for mask in added)]
-        elif _less_its_maximum(node):
-            value = node.inputs[0]
+        elif _less_its_maximum(node) or (node.op_type == "Reshape" and after is softmax):
+            value = node.inputs[0]  # `batched_heads.py` removes the Reshape, after `masks_of`
         elif node.op_type in ("Add", "Sub"):
             scores = node.inputs if node.op_type == "Add" else node.inputs[:1]
             sides = [each for each in scores if _leads_to_matmul(_unzeroed(node, each))]

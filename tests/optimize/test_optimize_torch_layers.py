@@ -82,3 +82,37 @@ def test_masks_of_batched_heads(tmp_path: Path) -> None:
             shown = np.ones((batch, 7), np.int64)
             shown[0, 4:] = 0
             assert_same(tmp_path, x=(batch, 7, 16), mask=shown)
+
+
+class Disentangled(torch.nn.Module):
+    """Attention as DeBERTa's: heads in batches, scores that are added, and nothing to see for hidden tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.far = (torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        def heads(each: torch.Tensor) -> torch.Tensor:
+            four = each.view(*each.shape[:2], 2, -1).permute(0, 2, 1, 3).contiguous()
+            return four.view(-1, four.size(2), four.size(-1))
+
+        q, k, v, far = (heads(layer(x)) for layer in (self.q, self.k, self.v, self.far))
+        scores = torch.bmm(q, k.transpose(-1, -2) / 3) + torch.bmm(far, k.transpose(-1, -2)).sin()
+        shown = mask[:, None, None] * mask[:, None, :, None]
+        scores = scores.view(-1, 2, scores.size(-2), scores.size(-1))
+        weights = scores.masked_fill(shown == 0, torch.finfo(torch.float32).min).softmax(-1)
+        y = torch.bmm(weights.view(-1, weights.size(-2), weights.size(-1)), v)
+        y = y.view(-1, 2, y.size(-2), y.size(-1)).permute(0, 2, 1, 3).contiguous()
+        return y.view(*y.shape[:2], -1)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_hidden_tokens_of_batched_heads(exporter: str, tmp_path: Path) -> None:
+    """In 16 bits what hidden tokens see is not what they saw; it is not compared, and attention is fused."""
+    options = dict[str, Any](dynamic={name: {0: "B", 1: "S"} for name in ("x", "mask")}, optimize=False)
+    args = (torch.randn(3, 5, 16), torch.ones(3, 5, dtype=torch.int64))
+    export(Disentangled().eval(), args, tmp_path / "old.onnx", exporter=exporter, verify=False, **options)
+    for dtype in ("float32", "float16"):
+        report, _ = optimized(tmp_path / "old.onnx", tmp_path, device="cuda", dtype=dtype)
+        assert report.fused["attention"] == 1 and not report.skipped, dtype
+        assert any("compared where mask shows tokens" in note for note in report.notes)
