@@ -140,7 +140,7 @@ def _to_four_dimensions(matmul: ir.Node) -> list[ir.Node]:
         if any(g.rank(value) != 3 and g.scalar(value) is None for value in node.inputs):
             return []
         chain.append(node)
-        node = _reader(node, ([matmul] + chain)[-2])
+        node = _reader(node, [matmul, *chain][-2])
     if node is not None and node.op_type == "Softmax" and g.attribute(node, "axis", -1) in (-1, 2):
         product = g.only_user(node.outputs[0])
         if product is None or product.op_type != "MatMul" or product.inputs[0] is not node.outputs[0]:

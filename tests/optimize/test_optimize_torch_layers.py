@@ -85,7 +85,7 @@ def test_masks_of_batched_heads(tmp_path: Path) -> None:
 
 
 class Disentangled(torch.nn.Module):
-    """Attention as DeBERTa's: heads in batches, scores that are added, and nothing to see for hidden tokens."""
+    """Attention as DeBERTa's: heads in batches, sums of scores; hidden tokens see nothing."""
 
     def __init__(self) -> None:
         super().__init__()
