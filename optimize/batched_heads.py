@@ -3,7 +3,7 @@
 Matches: torch.bmm and baddbmm on heads that were reshaped from [B, H, S, D], perhaps transposed, or from
 [S, B, H*D], as in nn.MultiheadAttention; then numbers and tensors that are multiplied and added, such as
 BLOOM's ALiBi; then a reshape back to four dimensions, or a softmax, the matmul with v and the reshape of its
-tokens.
+tokens. tf2onnx, which writes Keras's attention so, gives heads and results a fifth dimension of 1.
 Writes: the same operators on four dimensions, without the reshapes. A softmax of scores that were reshaped to
 [B*H, S, T] goes before that reshape, as in BART's older exports.
 """
@@ -11,7 +11,7 @@ Writes: the same operators on four dimensions, without the reshapes. A softmax o
 import onnx_ir as ir
 
 from . import graph as g
-from .heads import SWAP_ROWS
+from .heads import SWAP_ROWS, SWAP_S_H
 from .rewrite import Rewrite
 from .scores import unscaled
 
@@ -57,7 +57,7 @@ class BatchedHeads(Rewrite[tuple[int, list[ir.Node]]], key="batched_heads", op_t
             attributes = {"axis": -1} if each.op_type == "Softmax" else {}
             moved = g.add(each, each.op_type, inputs, attributes, dtype=moved.dtype, shape=shape)
             value = each.outputs[0]
-        if last.op_type == "Reshape":
+        if last.op_type != "Transpose":
             return self.replace(last.outputs[0], moved)
         [reshape] = last.outputs[0].consumers()
         reshape.replace_input_with(0, g.transpose(reshape, moved, [2, 0, 1, 3]))
@@ -80,10 +80,23 @@ def _heads(value: ir.Value | None) -> int | None:
             return _heads(transpose.inputs[0])
         return None if (rows := _rows(transpose)) is None else rows[1]
     reshape = g.producer(value, "Reshape")
-    before, after = (g.dims(reshape.inputs[0]), g.dims(value)) if reshape is not None else (None, None)
-    if before is None or after is None or len(before) != 4 or before[2:] != after[1:] or None in before:
+    source, order = _of_four(reshape.inputs[0]) if reshape is not None else (None, [])
+    before, after = [(g.dims(source) or [None] * 4)[axis] for axis in order], g.dims(value)
+    if after is None or len(before) != 4 or before[2:] != after[1:] or None in before:
         return None
     return before[1] if isinstance(before[1], int) else None
+
+
+def _of_four(value: ir.Value | None) -> tuple[ir.Value | None, list[int]]:
+    """Returns a value and how it is transposed, without a dimension of 1 that it was given before."""
+    rank, transpose = g.rank(value), g.producer(value, "Transpose")
+    unsqueeze = g.producer(transpose.inputs[0] if transpose is not None else value, "Unsqueeze")
+    axes = g.ints(unsqueeze, "axes", 1) if unsqueeze is not None else None
+    if unsqueeze is None or axes is None or len(axes) != 1 or rank != 5:
+        return value, [*range(rank)]
+    order = [*range(5)] if transpose is None else list(g.attribute(transpose, "perm", ()))
+    order.remove(axis := axes[0] % 5)
+    return unsqueeze.inputs[0], [each - (each > axis) for each in order]
 
 
 def _rows(transpose: ir.Node) -> tuple[ir.Value, int, int] | None:
@@ -106,15 +119,19 @@ def _apart(value: ir.Value | None, before: ir.Node, batch: g.Dim = None) -> ir.V
     node = g.producer(plain, "Transpose", "Reshape")
     assert node is not None and node.inputs[0] is not None
     if node.op_type == "Reshape":
-        found = node.inputs[0]
+        source, order = _of_four(node.inputs[0])
+        assert source is not None
+        found = source if order == [0, 1, 2, 3] else g.transpose(before, source, order)
     elif (of_rows := _rows(node)) is None:
-        found = g.transpose(before, _apart(node.inputs[0], before, batch), [0, 1, 3, 2])
+        turned = _apart(node.inputs[0], before, batch)
+        rows = g.untransposed(turned, [0, 2, 3, 1])
+        found = g.transpose(before, rows or turned, [0, 1, 3, 2] if rows is None else SWAP_S_H)
     else:
-        rows, heads, size = of_rows
-        length, own, _ = g.dims(rows) or [None] * 3
+        joined, heads, size = of_rows
+        length, own, _ = g.dims(joined) or [None] * 3
         apart = [length, own if batch is None else batch, heads, size]
-        rows = g.reshape(before, rows, [0, 0, heads, size], apart)
-        found = g.transpose(before, rows, _OF_ROWS[tuple(g.attribute(node, "perm", ()))])
+        split = g.reshape(before, joined, [0, 0, heads, size], apart)
+        found = g.transpose(before, split, _OF_ROWS[tuple(g.attribute(node, "perm", ()))])
     if scale == 1.0:
         return found
     number = g.scalar_constant(before, scale, value)
@@ -156,6 +173,9 @@ def _to_four_dimensions(matmul: ir.Node) -> list[ir.Node]:
         return [*chain, node] if target is None or target.all() else []
     if node is None or node.op_type != "Reshape":
         return []
+    squeeze = g.only_user(node.outputs[0])
+    if g.rank(node.outputs[0]) == 5 and squeeze is not None and squeeze.op_type == "Squeeze":
+        node = squeeze
     after = g.dims(node.outputs[0]) or []
     return [*chain, node] if len(after) == 4 and after[2:] == shape[1:] else []
 

@@ -84,7 +84,7 @@ def match_linear(node: ir.Node, is_weight: IsWeight = g.is_constant) -> Linear |
     rank = g.rank(x)
     if rank < 2:
         raise g.Skipped("an input of unknown rank or with fewer than two dimensions")
-    factors = {g.attribute(node, name, 1.0) for name in ("alpha", "beta")}
+    factors = {g.attribute(node, name, 1.0) for name in ("alpha", "beta")[: 1 + bool(rest)]}
     if g.attribute(node, "transA", 0) or factors != {1.0}:
         raise g.Skipped("transA is set, or alpha or beta is not 1")
     layout = "nk" if is_nk else "kn"

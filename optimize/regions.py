@@ -35,6 +35,7 @@ _ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "Tanh": np.tanh,
 }
 _REDUCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "GlobalAveragePool": lambda x: x.mean(-1, keepdims=True),
     "ReduceL2": lambda x: np.sqrt((x**2).sum(-1, keepdims=True)),
     "ReduceMean": lambda x: x.mean(-1, keepdims=True),
     "ReduceSum": lambda x: x.sum(-1, keepdims=True),
@@ -112,6 +113,8 @@ def _computable(node: ir.Node) -> bool:
         return False
     if node.op_type in REDUCTIONS:
         axes, rank = g.ints(node, "axes", 1), g.rank(node.inputs[0])
+        if node.op_type == "GlobalAveragePool":  # tf2onnx's mean of [B, S, D]
+            axes = [-1] if rank == 3 else None
         is_kept = g.attribute(node, "keepdims", 1) == 1 or all(map(_restores, _readers(node.outputs[0])))
         return axes is not None and axes in ([-1], [rank - 1]) and is_kept
     if node.op_type in _RESTORES:

@@ -7,6 +7,7 @@ of the TorchScript exporter with open lengths, which compute shapes from sums an
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial, reduce
 from importlib.util import module_from_spec, spec_from_file_location
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +137,14 @@ def _infer_split(inference: Any, infer: Callable[[Any], None], node: onnx.NodePr
             inference.sympy_data_[name], sizes = sizes[:count], sizes[count:]
 
 
+def _infer_product(inference: Any, node: onnx.NodeProto) -> None:
+    """Infers ReduceProd, also of sizes in a list to a list of one."""
+    inference._infer_ReduceProd(node)
+    keeps = all(each.i for each in node.attribute if each.name == "keepdims")
+    if keeps and isinstance(sizes := inference.sympy_data_.get(node.input[0]), list):
+        inference.sympy_data_[node.output[0]] = [prod(sizes)]
+
+
 def _infer_resize(inference: Any, module: Any, node: onnx.NodeProto) -> None:
     """Infers Resize: to simplify nested sizes takes a minute, and whole factors are enough."""
     sympy = module.sympy
@@ -194,6 +203,7 @@ def _infer_state(inference: Any, node: onnx.NodeProto) -> None:
 _INFER: Mapping[str, Callable[[Any, onnx.NodeProto], None]] = {
     "CausalConvWithState": _infer_state, "FusedMatMul": _infer_fused_matmul,
     "GatherBlockQuantized": _infer_quantised_rows, "LinearAttention": _infer_state,
+    "ReduceProd": _infer_product,
 }  # fmt: skip
 
 

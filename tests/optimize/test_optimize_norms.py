@@ -36,6 +36,9 @@ NORMS = {
     "layer, sum": "t = ReduceSum <keepdims=0> (x, last) f = Unsqueeze (t, last) c = Div (f, eight)"
     " d = Sub (x, c) s = ReduceSumSquare (d, last) m = Div (s, eight) v = Add (m, eps) r = Sqrt (v)"
     " n = Div (d, r) y = Mul (w, n)",
+    "layer, tf2onnx": "c = GlobalAveragePool (x) o = Neg (c) d = Sub (x, c) s = Mul (d, d)"
+    " m = GlobalAveragePool (s) v = Add (m, eps) r = Sqrt (v) i = Reciprocal (r) f = Mul (i, w)"
+    " k = Mul (x, f) l = Mul (o, f) p = Add (l, bias) y = Add (k, p)",
     "layer, ONNX": "y = LayerNormalization <axis=-1, epsilon=0.001> (x, w, bias)",
     "rms, ONNX Runtime": "y = SimplifiedLayerNormalization <axis=-1, epsilon=0.001> (x, w)",
 }

@@ -94,6 +94,7 @@ FUSED: dict[str, tuple[str, str, dict[str, int], dict[str, int], dict[str, int]]
         LINEAR, "flat = Reshape (x, to2) a = Gemm (flat, w, bias) c = Reshape (a, to3) y = Relu (c)",
         RELU, ONE, {},
     ),
+    "tf2onnx's Gemm": ("(float[N, 8] x) => (float[N, 5] y)", "y = Gemm <beta=0.0> (x, w)", PLAIN, ONE, {}),
     "ONNX Runtime's Gemm with an activation": (
         "(float[N, 8] x) => (float[N, 5] y)",
         'y = com.microsoft.FusedGemm <activation = "Relu"> (x, w, bias)', RELU, ONE, {},
@@ -539,6 +540,28 @@ def test_heads_in_the_batch(batch: str, alibi: str, sums: str, shares: str, tmp_
     report, model = optimized(parsed(text, **constants), tmp_path, inputs_file=npz)
     assert report.fused == {"attention": 1} and not nodes(model, "Softmax", "MatMul", "Transpose")
     assert_same(tmp_path, **sizes)
+
+
+def test_heads_of_tf2onnx(tmp_path: Path) -> None:
+    """Its Einsum, as in Keras's attention, gives each input and the result a dimension of 1."""
+    units = ("q", "three", "0, 2, 1, 3, 4"), ("k", "one", "0, 3, 1, 2, 4"), ("v", "two", "0, 3, 2, 4, 1")
+    text = apart("qkv")
+    for n, axis, perm in units:
+        text += f""" {n}u = Unsqueeze ({n}4, {axis}) {n}t = Transpose <perm=[{perm}]> ({n}u)
+            {n}s = Shape ({n}t) {n}o = Gather ({n}s, outer) {n}p = ReduceProd <keepdims=1> ({n}o)
+            {n}c = Concat <axis=0> ({n}p, any, {"six" if n == "v" else "four"}) {n}b = Reshape ({n}t, {n}c)"""
+    text += """ kr = Transpose <perm=[0, 2, 1]> (kb) vr = Transpose <perm=[0, 2, 1]> (vb) s = MatMul (qb, kr)
+        r = Reshape (s, scores) t = Squeeze (r, last) u = Mul (t, scale) p = Softmax (u)
+        pu = Unsqueeze (p, three) pb = Reshape (pu, rows) ob = MatMul (pb, vr) o5 = Reshape (ob, heads)
+        o = Squeeze (o5, last)"""
+    constants = {"outer": [0, 1], "any": [-1], "one": [1], "two": [2], "three": [3], "four": [4], "six": [6]}
+    constants |= {"scores": [-1, 2, 6, 6, 1], "rows": [-1, 6, 6], "heads": [-1, 2, 6, 4, 1], "last": [4]}
+    given = SHAPES | {name: np.array(numbers) for name, numbers in constants.items()}
+    shape = "float[B, 6, 8]"
+    proto = parsed(f"({shape} q, {shape} k, {shape} v) => ({shape} y) {{ {text} {JOINED} }}", **given)
+    report, model = optimized(proto, tmp_path)
+    assert report.fused == {"attention": 1} and {*types(model)} == {"MultiHeadAttention"}
+    assert_same(tmp_path, q=(3, 6, 8), k=(3, 6, 8), v=(3, 6, 8))
 
 
 def test_attention_with_quantised_probabilities_stays(tmp_path: Path) -> None:
