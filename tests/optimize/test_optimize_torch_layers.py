@@ -112,7 +112,6 @@ def test_hidden_tokens_of_batched_heads(exporter: str, tmp_path: Path) -> None:
     options = dict[str, Any](dynamic={name: {0: "B", 1: "S"} for name in ("x", "mask")}, optimize=False)
     args = (torch.randn(3, 5, 16), torch.ones(3, 5, dtype=torch.int64))
     export(Disentangled().eval(), args, tmp_path / "old.onnx", exporter=exporter, verify=False, **options)
-    for dtype in ("float32", "float16"):
-        report, _ = optimized(tmp_path / "old.onnx", tmp_path, device="cuda", dtype=dtype)
-        assert report.fused["attention"] == 1 and not report.skipped, dtype
-        assert any("compared where mask shows tokens" in note for note in report.notes)
+    report, _ = optimized(tmp_path / "old.onnx", tmp_path, device="cuda", dtype="float16")
+    assert report.fused["attention"] == 1 and not report.skipped
+    assert any("compared where mask shows tokens" in note for note in report.notes)
