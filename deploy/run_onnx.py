@@ -98,7 +98,7 @@ def _run(path: Path, provider: str, *given: Any) -> bool:
     model = observed(onnx.load(path, "protobuf", load_external_data=False))
     used = in_use(libraries, {node.node_type for node in custom_nodes(model)})
     texts = [f"{each.path} (twinop {each.version}, GPU code: {each.cuda_archs})" for each in used]
-    text = f"registered {', '.join(texts)}" if texts else "no node uses a custom-op library"
+    text = f"registered {', '.join(texts)}" if texts else "runs without a custom-op library"
     out.print(f"{path}: {text}")
     for unused in libraries:
         if unused not in used:
