@@ -45,6 +45,7 @@ class _Mask:
     value: ir.Value
     kinds: set[MaskKind] = field(default_factory=lambda: {*_KINDS, _FINITE})
     lowest: set[float] = field(default_factory=set)
+    elements: int = 0  # of one sequence, at the lengths that were tried first
 
 
 def classify(context: g.RewriteContext, sizes: inputs.Sizes, padding: str | None) -> None:
@@ -110,6 +111,8 @@ def _try(model: ir.Model, masks: Sequence[_Mask], sizes: inputs.Sizes, name: str
             if HIDES in mask.value.meta:
                 on_true, lowest = mask.value.meta[HIDES]
                 array = np.where(array == on_true, lowest, 0.0)
+            if batch:
+                mask.elements = array.size // (len(array) if array.ndim > 2 else 1)
             mask.kinds &= {kind for kind in mask.kinds if _is_of_kind(array, kind, case.get(name))}
             hidden = array[array <= _HIDDEN]
             mask.lowest |= {float(hidden.min()), float(hidden.max())} if hidden.size else set()
@@ -125,14 +128,14 @@ def _try_long(model: ir.Model, mask: _Mask, sizes: inputs.Sizes, name: str) -> b
     buffers = [each for each in ancestors if each.const_value is not None and each.const_value.size > _SMALL]
     sizes_of_buffers = {size for each in buffers for size in g.dims(each) or () if isinstance(size, int)}
     lengths = {longest, longest // short * short, _LONG, 1024, 512, 256, 128, 64, *sizes_of_buffers}
-    sizes = replace(sizes, fixed=_fixed_for(mask.value, sizes))
+    sizes = replace(sizes, batch=1, fixed=_fixed_for(mask.value, sizes))
     if inputs.shapes(model, sizes) == inputs.shapes(model, replace(sizes, length=longest)):
         return True
     tried = sorted((length for length in lengths if short < length <= longest), reverse=True)
     least = max((a * b for a in numbers for b in numbers), default=0)  # a window may be their product
     for length in tried:
-        long = replace(sizes, batch=1, length=length)
-        if _elements(model, mask.value, long) <= inputs.MOST:
+        long = replace(sizes, length=length)
+        if _elements(model, mask, sizes, long) <= inputs.MOST:
             if _try(model, [mask], long, name):
                 return True
         elif length <= least:
@@ -150,13 +153,15 @@ def _fixed_for(mask: ir.Value, sizes: inputs.Sizes) -> tuple[tuple[str, int], ..
     return tuple((name, size) for name, size in sizes.fixed if name not in grows)
 
 
-def _elements(model: ir.Model, mask: ir.Value, sizes: inputs.Sizes) -> int:
-    """Returns the number of elements of a mask, or of a larger input that it is computed from."""
-    found, shapes = g.dims(mask) or [], inputs.shapes(model, sizes)
-    heads = math.prod(dim for dim in found[:-2] if isinstance(dim, int))
-    last = [dim if isinstance(dim, int) else sizes.length for dim in found[-2:]]
-    given = [math.prod(shapes[str(value.name)]) for value in g.given_of(mask)]
-    return max(heads * math.prod(last), *given, 0)
+def _elements(model: ir.Model, mask: _Mask, short: inputs.Sizes, long: inputs.Sizes) -> float:
+    """Returns about how many elements a mask has, or a larger input that it is computed from: they grow as
+    the pairs of the input's do. An image of twice the width and height has four times the tokens."""
+    given = [str(value.name) for value in g.given_of(mask.value)]
+    before, after = (
+        [math.prod(inputs.shapes(model, sizes)[name]) for name in given] for sizes in (short, long)
+    )
+    growth = max((b / a for a, b in zip(before, after, strict=True)), default=1.0)
+    return max(mask.elements * growth**2, *after, 0)
 
 
 def _is_known(mask: ir.Value) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
@@ -137,6 +138,13 @@ def _infer_split(inference: Any, infer: Callable[[Any], None], node: onnx.NodePr
             inference.sympy_data_[name], sizes = sizes[:count], sizes[count:]
 
 
+def _infer_power(inference: Any, node: onnx.NodeProto) -> None:
+    """Infers Pow of a size and 2: torch's exporter counts the tokens of a square image so."""
+    exponent = inference._try_get_value(node, 1)
+    if isinstance(exponent, np.ndarray) and exponent.size == 1 and exponent.item() == 2:
+        inference._compute_on_sympy_data(node, lambda values: values[0] ** 2)
+
+
 def _infer_product(inference: Any, node: onnx.NodeProto) -> None:
     """Infers ReduceProd, also of sizes in a list to a list of one."""
     inference._infer_ReduceProd(node)
@@ -203,7 +211,7 @@ def _infer_state(inference: Any, node: onnx.NodeProto) -> None:
 _INFER: Mapping[str, Callable[[Any, onnx.NodeProto], None]] = {
     "CausalConvWithState": _infer_state, "FusedMatMul": _infer_fused_matmul,
     "GatherBlockQuantized": _infer_quantised_rows, "LinearAttention": _infer_state,
-    "ReduceProd": _infer_product,
+    "Pow": _infer_power, "ReduceProd": _infer_product,
 }  # fmt: skip
 
 
@@ -226,10 +234,10 @@ def _inference() -> Any:
     class Inference(original.SymbolicShapeInference):  # type: ignore[name-defined]  # of a module without types
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            for op_type in _BROADCASTS:
-                self.dispatcher_[op_type] = partial(self._broadcast, self.dispatcher_.get(op_type))
             for op_type, infer in _INFER.items():
                 self.dispatcher_[op_type] = partial(infer, self)
+            for op_type in _BROADCASTS:
+                self.dispatcher_[op_type] = partial(self._broadcast, self.dispatcher_.get(op_type))
             self.dispatcher_["Resize"] = partial(_infer_resize, self, original)
             self.dispatcher_["Slice"] = partial(_infer_slice, self, original)
             self.dispatcher_["Split"] = partial(_infer_split, self, self._infer_Split)

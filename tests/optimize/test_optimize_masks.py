@@ -11,7 +11,7 @@ from other_sizes import assert_same
 
 from twinop.deploy.ort_runs import run
 from twinop.optimize import graph as g
-from twinop.optimize import passes
+from twinop.optimize import masks, passes
 from twinop.optimize.verifier import SMALL_MASKS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,6 +74,29 @@ def test_a_window_that_short_sequences_do_not_show(tmp_path: Path) -> None:
     for length in (9, 30, 120):
         given = feeds(length, length)
         check_same(tmp_path, {f"{name}/{key}": each for name in WINDOWS for key, each in given.items()})
+
+
+def test_a_mask_of_an_image_is_tried_at_sizes_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image of twice the width and height has about 4 times the tokens, and 16 times the pairs of them."""
+    sizes, is_of_kind = list[int](), masks._is_of_kind
+
+    def counted(array: np.ndarray, *rest: Any) -> bool:
+        sizes.append(array.size)
+        return is_of_kind(array, *rest)
+
+    monkeypatch.setattr(masks.inputs, "MOST", 200_000)
+    monkeypatch.setattr(masks, "_is_of_kind", counted)
+    text = f"""(float[B, 1, H, H] image) => (float[B, S, 16] y) {{
+        c = Conv <strides=[4, 4]> (image, kernel) f = Reshape (c, flat) q = Transpose <perm=[0, 2, 1]> (f)
+        k = Abs (q) {apart("q")} {apart("k", perm=KT)} n = Shape <start=1, end=2> (q) m = Squeeze (n)
+        r = Range (zero, m, one) u = Unsqueeze (r, axis1) g = GreaterOrEqual (u, zero)
+        square = Concat <axis=0> (n, n) e = Expand (g, square) bias = Where (e, shown, lowest)
+        s = MatMul (qh, kh) a = Add (s, bias) p = Softmax (a) o = MatMul (p, qh) {JOINED} }}"""
+    given = {"kernel": weights(16, 1, 4, 4), "flat": np.array([0, 16, -1])}
+    report, _ = optimized(parsed(text, **CONSTANTS, **given), tmp_path)
+    assert report.fused == {"attention": 1} and max(sizes) < 2_000_000
 
 
 @pytest.mark.parametrize("shows", ["And (a, b)", "And (a, f)", "Identity (a)"])
