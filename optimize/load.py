@@ -39,9 +39,10 @@ def load(path: Path, held: Held = MappingProxyType({})) -> ir.Model:
         while cause.__cause__ is not None:  # onnx_ir names each message that it was reading
             cause = cause.__cause__
         reason = (str(cause).splitlines() or [type(cause).__name__])[0][:200].partition(". Please")[0]
+        how = " with zipmap=False (skl2onnx)" if reason.startswith("Map") else ""
         raise ExportError(
             f"{path}: onnx_ir cannot read it: {reason}. Check it with onnx.checker.check_model, or export "
-            "the model again"
+            f"the model again{how}"
         ) from error
     _check_initializers(path, proto)
     for node in model.graph.all_nodes():

@@ -145,6 +145,9 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     del proto.graph.node[1:]
     proto.graph.initializer.add(name="t", data_type=77, dims=[1])
     assert "cannot read it: 77 is not a valid DataType. Check" in refusal(proto, tmp_path)
+    del proto.graph.initializer[:]
+    proto.graph.output[0].type.map_type.key_type = onnx.TensorProto.STRING  # of a ZipMap
+    assert "zipmap=False" in refusal(proto, tmp_path)
 
 
 @pytest.mark.parametrize("rows", [4, 600])  # ONNX Runtime takes the last small one, and the first large one
