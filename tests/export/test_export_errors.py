@@ -54,6 +54,13 @@ class Fixed(torch.nn.Module):
         ({"model": ShapeAttribute(), "dynamic": {"x": [0]}}, r"axis 0 of x was .*fixes it to 4.*attribute"),
         ({"model": Fixed(), "dynamic": {"x": [0]}}, r"axis 0 of x was to stay dynamic.*fixes it to 4"),
         (
+            {
+                "model": lambda x: torch_op.pad_affine(x, scale=1 / x.shape[0]),
+                "dynamic": {"x": [0]}, "exporter": "torchscript",
+            },
+            r"differs from torch in output 0.*that Python took from them may be fixed.*out of dynamic=",
+        ),
+        (
             {"model": torch.nn.Conv1d(4, 4, 1).bfloat16(), "args": torch.ones(4, 3, dtype=torch.bfloat16)},
             r"checker refuses.*Conv.*unsupported type: tensor.bfloat16.*from opset 22 on: opset=22",
         ),
