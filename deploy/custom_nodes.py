@@ -90,7 +90,7 @@ def read_model(path: Path, read: Callable[..., bytes] = read_regular) -> bytes:
     if not os.path.isfile(path):  # Path.is_file raises OSError for a name that is too long
         what = "not a regular file" if os.path.exists(path) else "no such file"
         what = "a folder, not an .onnx file" if os.path.isdir(path) else what
-        raise ModelError(f"{path}: {what}. Expected a model such as export/to_onnx.py writes")
+        raise ModelError(f"{path}: {what}. Expected a model such as twinop export writes")
     try:
         require_utf8(path)
         return read(path, most=_MOST_BYTES)

@@ -171,7 +171,7 @@ def test_an_op_that_a_given_library_lacks(libraries: dict[str, Path]) -> None:
 
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     for name in ("none.onnx", "long" * 99):
-        with pytest.raises(ModelError, match=f"{name}: no such file. Expected a model such as"):
+        with pytest.raises(ModelError, match=f"{name}: no such file. Expected a model such as twinop export"):
             session(tmp_path / name)
         with pytest.raises(LibraryError, match=f"{name}: no such file. twinop build makes"):
             session(make_model("CustomRelu"), library=tmp_path / name)
