@@ -51,7 +51,7 @@ def convert_to_fp32(model: ir.Model, main: ir.DataType, asked: bool) -> set[ir.D
         graphs = [*model.graphs()]
     kinds = _kinds(graphs, bool(found))
     if found or asked:
-        _mark(model.graph, kinds, main if main in FLOATS_16 else ir.DataType.FLOAT16)
+        _mark(model.graph, kinds, main if main in FLOATS_16 else ir.DataType.FLOAT16, bool(found))
     narrowing = [node for graph in graphs for node in graph if found and _narrows(node, kinds)]
     casts = [node for node in narrowing if main not in FLOATS_16 or _is_read_in_fp32(node, kinds)]
     for node in {*narrowing}.difference(casts) if not asked else ():
@@ -100,8 +100,9 @@ def _kinds(graphs: Iterable[ir.Graph], mixed: bool) -> Kinds:
     return kinds
 
 
-def _mark(graph: ir.Graph, kinds: Kinds, narrow_type: ir.DataType) -> None:
-    """Marks the nodes of the main graph that compute in fp32: the marks name matmuls and weights."""
+def _mark(graph: ir.Graph, kinds: Kinds, narrow_type: ir.DataType, named: bool) -> None:
+    """Marks the nodes of the main graph that compute in fp32: the marks name matmuls and weights of a file
+    that is not in fp32 altogether (`named`)."""
     weighted, labels = set[ir.Node](), dict[ir.Node, tuple[str, ...]]()
     for node in graph:
         results = [value for value in node.outputs if kinds[value] is _FLOAT]
@@ -130,7 +131,7 @@ def _mark(graph: ir.Graph, kinds: Kinds, narrow_type: ir.DataType) -> None:
             is_mask = any(number > float(narrow_type.max) for number in numbers)
             is_marked = rounds and not is_mask
         if is_marked:
-            node.meta[g.FP32] = labels[node]
+            node.meta[g.FP32] = labels[node] if named else ()
 
 
 def _is_fp32(value: ir.Value, kinds: Kinds) -> bool:
