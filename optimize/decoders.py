@@ -84,7 +84,8 @@ def run_sizes(model: ir.Model) -> Callable[..., Sizes] | None:
     def sizes(batch: int, before: int, new: int, rows: int = 0) -> Sizes:
         length = max(before + new, rows) if model.graph.meta.get(SHARED_CACHES) else before
         names = fixed | dict.fromkeys(past, length) | dict.fromkeys(tokens, new)
-        return Sizes(batch, _PROMPT, fixed=(*names.items(), *((name, before + new) for name in total)))
+        known = *names.items(), *((name, before + new) for name in total)
+        return Sizes(batch, _PROMPT, fixed=known, total=before + new)
 
     return sizes
 

@@ -68,6 +68,7 @@ class Sizes:
     length: int  # of all others
     step: int = 0  # by how much the lengths of two names differ, such as those of a query and a memory
     fixed: tuple[tuple[str, int], ...] = ()  # those that are known, by name, such as channels
+    total: int = 0  # of a decoder's run: the tokens before and the new ones
 
 
 # To try: odd sizes, a batch of one, and lengths for models that refuse short ones, as those of sound do;
@@ -120,6 +121,8 @@ def generate(
         elif _chooses(value):  # with a cache, or one and then the other
             caches = [0 not in by_name[str(each.name)] for each in model.graph.inputs if is_cache(each)]
             array = np.full(shape, all(caches) if caches else seed % 2 == 0)
+        elif sizes.total and (lengths := _lengths(value)):
+            array = np.full(shape, sizes.total - lengths.pop())
         elif dtype.is_integer():
             rows = min((weights.sizes(table)[axis] for table, axis in _tables(value)), default=_UNKNOWN_ROWS)
             if not rows:
@@ -321,18 +324,26 @@ def draws_random(node: ir.Node) -> bool:
     return node.op_type in _RANDOM or (mode is not None and g.scalar(mode) != 0)
 
 
-def _tables(
-    value: ir.Value, seen: frozenset[ir.Value] = frozenset()
-) -> Iterator[tuple[ir.TensorProtocol, int]]:
+def _reads(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """Yields the nodes that read an input's elements in whatever shape and dtype, with the index."""
+    for node, index in value.uses():
+        yield node, index
+        if node.op_type in _PASS_THROUGH and index == 0:
+            yield from _reads(node.outputs[0])
+
+
+def _tables(value: ir.Value) -> Iterator[tuple[ir.TensorProtocol, int]]:
     """Yields the tables that an input of integers indexes, and along which axis."""
-    for use in value.uses():
-        node = use.node
-        if node.op_type in ("Gather", "GatherElements", "EmbedLayerNormalization") and use.idx:
+    for node, index in _reads(value):
+        if node.op_type in ("Gather", "GatherElements", "EmbedLayerNormalization") and index:
             table = g.tensor(node.inputs[0])
             if table is not None:
                 yield table, g.attribute(node, "axis", 0)
-        elif node.op_type in _PASS_THROUGH and use.idx == 0 and node.outputs[0] not in seen:
-            yield from _tables(node.outputs[0], seen | {value})
+
+
+def _lengths(value: ir.Value) -> set[int]:
+    """Returns by how much less than all its tokens attention over a cache gets as a length; or nothing."""
+    return {6 - at for node, at in _reads(value) if node.op_type == "GroupQueryAttention" and at in (5, 6)}
 
 
 def cases_of_ids(model: ir.Model, case: Case) -> tuple[str, list[Case]]:

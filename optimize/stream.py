@@ -185,7 +185,7 @@ def _reduce_windows(model: ir.Model, smaller: Mapping[int, int]) -> None:
 
 
 def _decoder_case(model: ir.Model, sizes: Sizes, before: int, new: int) -> Case:
-    """Generates the inputs of new tokens after others: positions and lengths are those of the tokens."""
+    """Generates the inputs of new tokens after others: positions are those of the tokens."""
     case = inputs.generate(model, sizes, hide="nothing", seed=before)
     for value in model.graph.inputs:
         name = str(value.name)
@@ -193,11 +193,7 @@ def _decoder_case(model: ir.Model, sizes: Sizes, before: int, new: int) -> Case:
             continue
         reads = {(use.node.op_type, use.idx): use.node for use in value.uses()}
         table = g.dims(reads[_TABLE, 1].inputs[0]) if (_TABLE, 1) in reads else None
-        if (decoders.ATTENTION, 5) in reads:
-            case[name] = np.full_like(array, before + new - 1)
-        elif (decoders.ATTENTION, 6) in reads:
-            case[name] = np.full_like(array, before + new)
-        elif table and isinstance(table[0], int):
+        if table and isinstance(table[0], int):
             case[name] = np.random.default_rng(before).integers(0, table[0], array.shape).astype(array.dtype)
         elif array.dtype.kind == "i" and "position" in name.lower() and array.shape[-1:] == (new,):
             case[name] = np.broadcast_to(np.arange(before, before + new), array.shape).astype(array.dtype)

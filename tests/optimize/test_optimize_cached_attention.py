@@ -79,10 +79,8 @@ def attended(proto: onnx.ModelProto, shared: bool = True) -> ir.Model:
     return rewritten(proto, CachedAttention, meta={SHARED_CACHES: shared})
 
 
-def made(model: onnx.ModelProto, folder: Path, size: int = 64, **options: Any) -> tuple[Any, Any]:
-    given: Any = feeds(size)
-    np.savez(folder / "inputs.npz", **given)
-    return optimized(model, folder, inputs_file=folder / "inputs.npz", shared_caches=True, **options)
+def made(model: onnx.ModelProto, folder: Path, **options: Any) -> tuple[Any, Any]:
+    return optimized(model, folder, shared_caches=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +93,7 @@ def made(model: onnx.ModelProto, folder: Path, size: int = 64, **options: Any) -
     ids=str,
 )
 def test_each_form(form: dict[str, Any], tmp_path: Path) -> None:
-    report, model = made(decoder(**form), tmp_path, form.get("size", 64))
+    report, model = made(decoder(**form), tmp_path)
     assert report.fused["attention over a cache"] == 2
     found = nodes(model, "CustomAttentionCached")
     assert len(found) == 2
@@ -138,7 +136,7 @@ def test_promises_outlive_the_conversion_of_opsets(opset: int, tmp_path: Path) -
 )
 def test_layers_may_differ(form: dict[str, Any], index: int, tmp_path: Path) -> None:
     """SmolLM3 has layers without rotary embedding: they call another overload of the function."""
-    report, model = made(decoder(**form), tmp_path, form.get("size", 64))
+    report, model = made(decoder(**form), tmp_path)
     assert report.fused["attention over a cache"] == 2 and not report.skipped
     first, second = nodes(model, "CustomAttentionCached")
     assert first.inputs[index] is not None and not any(second.inputs[index : index + 1])
