@@ -25,7 +25,7 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from . import graph as g
 from .heads import SWAP_S_H, Heads, merged_heads, repeat_heads, split_heads, without_repeats
 from .rewrite import Rewrite, label
-from .scores import LOWEST, Scores, known_of, scores_of, unscaled, untransposed
+from .scores import LOWEST, Scores, bounded, known_of, scores_of, unscaled, untransposed
 
 _GROWS = {"Concat", "ScatterElements", "ScatterND", "TensorScatter", "Where"}
 _MOVES = _GROWS | {
@@ -218,10 +218,10 @@ def _is_cached(heads: ir.Value) -> bool:
 
 
 def masks_of_scores(
-    context: g.RewriteContext, masks: list[ir.Value], before: ir.Node, square: bool
+    context: g.RewriteContext, masks: list[ir.Value], before: ir.Node, square: bool, floor: float = -inf
 ) -> tuple[ir.Value | None, ir.Value | None, bool]:
     """Returns the mask to add, the graph input whose zeros end each sequence, and whether it is causal;
-    `square`: there are as many queries as keys."""
+    `square`: there are as many queries as keys; `floor`: no mask of the sum is to have lower numbers."""
     known = {mask: known_of(mask) for mask in masks}
     masks = [mask for mask in masks if known[mask].is_causal or known[mask].hides != "nothing"]
     causal = [mask for mask in masks if known[mask].is_causal]
@@ -233,6 +233,7 @@ def masks_of_scores(
     for mask in added:
         if known[mask].hides == "any":
             mask = padding_bias(inputs[known[mask].shown], known[mask].number, mask, before)
+        mask = bounded(mask, floor, before)
         bias = mask if bias is None else g.add(before, "Add", [bias, mask])
     left = [mask for mask in masks if mask not in added]
     shown = next((inputs[known[mask].shown] for mask in left if known[mask].hides == "right"), None)

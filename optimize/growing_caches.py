@@ -18,7 +18,7 @@ from .scores import known_of, scores_of, unscaled, untransposed
 
 FUSED = "attention over a growing cache"
 _OPSET = 23
-_LOWEST = -1e30  # the kernel takes lower ones for -inf, and rows of them have no mean
+_LOWEST = -1e30  # of each mask: the kernel takes fp32's for -inf, and rows of them have no mean
 
 
 class GrowingCaches(
@@ -53,7 +53,7 @@ class GrowingCaches(
         if bias is not None and bias not in whole:
             sizes = [g.int_constant(match, [1, 1]), g.length(match, plain), g.int_constant(match, [1])]
             shape = g.add(match, "Concat", sizes, {"axis": 0}, shape=[4])
-            finite = g.add(match, "Max", [bias, g.scalar_constant(match, _LOWEST, bias)])
+            finite, _, _ = masks_of_scores(context, scores.masks, match, square=False, floor=_LOWEST)
             whole[bias] = g.add(match, "Expand", [finite, shape], shape=[None] * 4)
         scale = float(scores.scale * on_q * on_k * before_split)
         attributes = {"q_num_heads": heads.count, "kv_num_heads": new_k.count, "scale": scale}

@@ -66,7 +66,7 @@ def scores_of(softmax: ir.Node, after: ir.Node) -> Scores:
                 raise g.Skipped("no matmul of q and k")
             if floor > -inf and len(masks) > 1:
                 raise g.Skipped("a bound of scores with several masks")
-            masks = _flat([_bounded(mask, floor, after) for mask in masks], grouped, node, after)
+            masks = _flat([bounded(mask, floor, after) for mask in masks], grouped, node, after)
             return Scores(node, found_scale, masks, by_head)
         if (factor := _factor(node)) is not None:
             value, found_scale = factor[0], found_scale * factor[1]
@@ -214,7 +214,7 @@ def _bound(node: ir.Node) -> tuple[ir.Value, float] | None:
     return None
 
 
-def _bounded(mask: ir.Value, floor: float, before: ir.Node) -> ir.Value:
+def bounded(mask: ir.Value, floor: float, before: ir.Node) -> ir.Value:
     """Returns a mask whose numbers are not below one, if there is one. `masks_of` inserts no nodes."""
     if floor == -inf or before.op_type == "Softmax":
         return mask

@@ -216,6 +216,9 @@ _MASKED = {
     "infinite": """m = Where (shown, zero, inf) c = Add (b, m) p = Softmax (c) n = IsNaN (p)
         g = Where (n, zero, p)""",
     "chosen": "c = Where (shown, b, lowest) g = Softmax (c)",
+    # as in GPT-Neo: what only one mask hides is more than what both hide
+    "twice": """m = Where (shown, zero, lowest) c = Add (b, m) other = Gather (shown, second)
+        n = Where (other, zero, lowest) d = Add (c, n) g = Softmax (d)""",
     "none": "g = Softmax (b)",
     # of a mask that counts the rows of a cache, as in MPT and T5
     "places": """whole = Shape (k) n = Gather (whole, two) places = Range (first, n, step)
@@ -252,7 +255,8 @@ def step(masked: str) -> onnx.ModelProto:
     }
     constants |= {"apart": np.array([0, 0, 2, 4]), "apart_kv": np.array([0, 0, heads, 4])}
     constants |= {"joined": np.array([0, 0, 8]), "zero": np.float32(0)}
-    constants |= {name: np.array(number) for name, number in (("first", 0), ("step", 1), ("two", 2))}
+    numbers = {"first": 0, "step": 1, "two": 2, "second": [1]}
+    constants |= {name: np.array(number) for name, number in numbers.items()}
     lowest = {"lowest": np.finfo(np.float32).min, "inf": np.float32(-np.inf), "half": np.float32(0.5)}
     return parsed(f"{signature} {{ {_STEP} {_MASKED[masked]} {end} }}", **constants, **lowest)
 
