@@ -69,18 +69,8 @@ def decoder(
     )  # fmt: skip
 
 
-def feeds(size: int = 64) -> dict[str, np.ndarray]:
-    caches = {f"past_{c}{i}": half(2, KV_HEADS, ROWS, size, seed=i) for i in range(2) for c in "kv"}
-    last = np.full((2, 1), ROWS - 1, np.int32)
-    return {"x": half(2, 1, WIDTH, seed=9), "seqlens": last, "total": np.array(ROWS, np.int32)} | caches
-
-
 def attended(proto: onnx.ModelProto, shared: bool = True) -> ir.Model:
     return rewritten(proto, CachedAttention, meta={SHARED_CACHES: shared})
-
-
-def made(model: onnx.ModelProto, folder: Path, **options: Any) -> tuple[Any, Any]:
-    return optimized(model, folder, shared_caches=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +83,7 @@ def made(model: onnx.ModelProto, folder: Path, **options: Any) -> tuple[Any, Any
     ids=str,
 )
 def test_each_form(form: dict[str, Any], tmp_path: Path) -> None:
-    report, model = made(decoder(**form), tmp_path)
+    report, model = optimized(decoder(**form), tmp_path, shared_caches=True)
     assert report.fused["attention over a cache"] == 2
     found = nodes(model, "CustomAttentionCached")
     assert len(found) == 2
@@ -103,7 +93,9 @@ def test_each_form(form: dict[str, Any], tmp_path: Path) -> None:
     # The sizes in the file let past and present be one memory.
     shapes = {str(value.name): value.shape for value in (*model.graph.inputs, *model.graph.outputs)}
     assert shapes["present_k0"] == shapes["past_k0"]
-    given = feeds(form.get("size", 64))
+    past = half(2, KV_HEADS, ROWS, form.get("size", 64))
+    lengths = {"seqlens": np.full((2, 1), ROWS - 1, np.int32), "total": np.array(ROWS, np.int32)}
+    given = lengths | {"x": half(2, 1, WIDTH)} | {f"past_{c}{i}": past for i in range(2) for c in "kv"}
     session, shorter = deploy.session(report.path), given["past_v0"][:, :, 1:]
     for wrong, error, message in (
         ({"total": np.array(25, np.int32)}, RunError, "has 25 tokens; the caches have 24 rows.* share"),
@@ -121,7 +113,7 @@ def test_promises_outlive_the_conversion_of_opsets(opset: int, tmp_path: Path) -
     proto = decoder()
     proto.opset_import[0].version = opset
     proto.ir_version = 8 if opset < 20 else 10
-    report, _ = made(proto, tmp_path, invariant=True)
+    report, _ = optimized(proto, tmp_path, shared_caches=True, invariant=True)
     assert report.fused["attention over a cache"] == report.fused["invariant matmuls"] == 2
     assert all(each.startswith("CustomLinear: not invariant") for each in report.skipped)
 
@@ -136,7 +128,7 @@ def test_promises_outlive_the_conversion_of_opsets(opset: int, tmp_path: Path) -
 )
 def test_layers_may_differ(form: dict[str, Any], index: int, tmp_path: Path) -> None:
     """SmolLM3 has layers without rotary embedding: they call another overload of the function."""
-    report, model = made(decoder(**form), tmp_path)
+    report, model = optimized(decoder(**form), tmp_path, shared_caches=True)
     assert report.fused["attention over a cache"] == 2 and not report.skipped
     first, second = nodes(model, "CustomAttentionCached")
     assert first.inputs[index] is not None and not any(second.inputs[index : index + 1])

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -76,18 +77,11 @@ def test_a_window_that_short_sequences_do_not_show(tmp_path: Path) -> None:
         check_same(tmp_path, {f"{name}/{key}": each for name in WINDOWS for key, each in given.items()})
 
 
-def test_a_mask_of_an_image_is_tried_at_sizes_that_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_of_images_are_tried_at_sizes_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image of twice the width and height has about 4 times the tokens, and 16 times the pairs of them."""
-    sizes, is_of_kind = list[int](), masks._is_of_kind
-
-    def counted(array: np.ndarray, *rest: Any) -> bool:
-        sizes.append(array.size)
-        return is_of_kind(array, *rest)
-
+    tried = Mock(wraps=masks._is_of_kind)
     monkeypatch.setattr(masks.inputs, "MOST", 200_000)
-    monkeypatch.setattr(masks, "_is_of_kind", counted)
+    monkeypatch.setattr(masks, "_is_of_kind", tried)
     text = f"""(float[B, 1, H, H] image) => (float[B, S, 16] y) {{
         c = Conv <strides=[4, 4]> (image, kernel) f = Reshape (c, flat) q = Transpose <perm=[0, 2, 1]> (f)
         k = Abs (q) {apart("q")} {apart("k", perm=KT)} n = Shape <start=1, end=2> (q) m = Squeeze (n)
@@ -96,6 +90,7 @@ def test_a_mask_of_an_image_is_tried_at_sizes_that_fit(
         s = MatMul (qh, kh) a = Add (s, bias) p = Softmax (a) o = MatMul (p, qh) {JOINED} }}"""
     given = {"kernel": weights(16, 1, 4, 4), "flat": np.array([0, 16, -1])}
     report, _ = optimized(parsed(text, **CONSTANTS, **given), tmp_path)
+    sizes = [call.args[0].size for call in tried.call_args_list]
     assert report.fused == {"attention": 1} and max(sizes) < 2_000_000
 
 

@@ -87,23 +87,15 @@ def test_masks_of_batched_heads(tmp_path: Path) -> None:
 class Disentangled(torch.nn.Module):
     """Attention as DeBERTa's: heads in batches, sums of scores; hidden tokens see nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.far = (torch.nn.Linear(16, 16) for _ in range(4))
-
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        def heads(each: torch.Tensor) -> torch.Tensor:
-            four = each.view(*each.shape[:2], 2, -1).permute(0, 2, 1, 3).contiguous()
-            return four.view(-1, four.size(2), four.size(-1))
-
-        q, k, v, far = (heads(layer(x)) for layer in (self.q, self.k, self.v, self.far))
-        scores = torch.bmm(q, k.transpose(-1, -2) / 3) + torch.bmm(far, k.transpose(-1, -2)).sin()
-        shown = mask[:, None, None] * mask[:, None, :, None]
+        heads = x.view(*x.shape[:2], 2, 8).permute(0, 2, 1, 3).contiguous().view(-1, x.size(1), 8)
+        turned = heads.transpose(-1, -2)
+        scores = torch.bmm(heads, turned / 3) + torch.bmm(heads.sin(), turned).sin()
         scores = scores.view(-1, 2, scores.size(-2), scores.size(-1))
+        shown = mask[:, None, None] * mask[:, None, :, None]
         weights = scores.masked_fill(shown == 0, torch.finfo(torch.float32).min).softmax(-1)
-        y = torch.bmm(weights.view(-1, weights.size(-2), weights.size(-1)), v)
-        y = y.view(-1, 2, y.size(-2), y.size(-1)).permute(0, 2, 1, 3).contiguous()
-        return y.view(*y.shape[:2], -1)
+        y = torch.bmm(weights.view(-1, x.size(1), x.size(1)), heads).view(-1, 2, x.size(1), 8)
+        return y.permute(0, 2, 1, 3).contiguous().view(x.shape)
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])

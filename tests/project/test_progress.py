@@ -15,33 +15,31 @@ from twinop.system.memory import free_bytes, tree_bytes
 MIB = 1 << 20
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> StringIO:
+def said(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> StringIO:
     text = StringIO()
-    shown = Console(file=text, force_terminal=request.param, width=100, highlight=False)
+    shown = Console(file=text, force_terminal=is_terminal, width=100, highlight=False)
     monkeypatch.setattr(console, "err", shown, raising=False)
     return text
 
 
-@pytest.mark.parametrize("said", [True], indirect=True)
-def test_a_terminal_shows_the_step_how_much_is_done_and_the_memory(said: StringIO) -> None:
+def test_a_terminal_shows_the_step_how_much_is_done_and_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = said(monkeypatch, True)
     with console.progress_bar("loading") as progress:
         progress("writing", 3 * 10**9, 4 * 10**9)
         console.err._live_stack[-1].refresh()
         progress("comparing", 3, 32)
-    assert "loading" not in said.getvalue().split("writing")[1]
+    assert "loading" not in shown.getvalue().split("writing")[1]
     for text in ("writing", "3.00 of 4.00 GB, memory ", "comparing", "3 of 32, memory "):
-        assert text in said.getvalue()
+        assert text in shown.getvalue()
 
 
-@pytest.mark.parametrize("said", [False], indirect=True)
-def test_without_a_terminal_there_are_few_lines(said: StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
+def test_without_a_terminal_there_are_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, clock = said(monkeypatch, False), [0.0]
     monkeypatch.setattr("twinop.cli.console.time.monotonic", lambda: clock[0])
     with console.progress_bar("loading") as progress:
         for clock[0] in (1.0, 6.0, 7.0, 12.0):
             progress(f"step {clock[0]:g}", 1, 2)
-    lines = said.getvalue().splitlines()
+    lines = shown.getvalue().splitlines()
     assert [line.partition(", memory")[0] for line in lines] == ["step 6: 1 of 2", "step 12: 1 of 2"]
 
 
