@@ -18,6 +18,8 @@ from .registration import SealedLibrary, sealed
 Libraries = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 """The path of one library, several paths, or None to look for libraries."""
 
+NO_BODIES = "a service does not run function bodies, as twinop run does"
+
 
 def allow() -> str:
     """Returns how libraries in models' own folders are permitted."""
@@ -103,8 +105,8 @@ def _covering(
     lacking = [op for op, owner in owners.items() if owner is None and not (bodies and op in with_body)]
     if lacking:
         text = f"{model.name}: no library has {domain}::{', '.join(lacking)}"
-        if not with_body.intersection(lacking):
-            text += ", and the model has no function body for it"
+        has_body = with_body.intersection(lacking)
+        text += f", and {NO_BODIES if has_body else 'the model has no function body for it'}"
         found = [f"{library.path} ({', '.join(library.by_onnx_name)})" for library in libraries]
         text += f". Found: {'; '.join(found) or 'no library'}. Searched: {searched(domain, places)}."
         if skipped:

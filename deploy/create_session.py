@@ -21,9 +21,9 @@ from twinop.system.memory import free_bytes
 
 from . import cuda
 from .check_nodes import require_fit
-from .choose_library import Libraries, choose_libraries
+from .choose_library import NO_BODIES, Libraries, choose_libraries
 from .custom_nodes import Model, ModelSource, custom_nodes, is_custom, load_model
-from .errors import ModelError, NoKernelError, ProviderError, RunError
+from .errors import ModelError, ProviderError, RunError
 from .inference_session import Session
 from .registration import SealedLibrary, register
 
@@ -94,6 +94,7 @@ def session(
     found = _libraries(loaded, library, allow_model_libraries)
     require_fit(loaded, found)
     choice = choose_providers(providers, found)
+    found = with_kernels(loaded, found, choice)
     opened = open_session(
         loaded, found, choice, options=session_options, enable_cuda_graph=enable_cuda_graph, profile=profile
     )
@@ -190,6 +191,32 @@ def _libraries(model: Model, library: Libraries | bool, allow: bool) -> list[Sea
             stacklevel=3,
         )
     return found
+
+
+def with_kernels(
+    model: Model, libraries: Sequence[SealedLibrary], choice: Choice, bodies: bool = True
+) -> list[SealedLibrary]:
+    """Leaves out libraries that lack a CPU kernel that the session needs, with a warning: bodies run instead.
+
+    RunError: the model does not have these function bodies, or they may not run (`bodies`).
+    """
+    kept = []
+    for library in libraries:
+        needed = {node.proto.op_type for node in model.nodes if node.proto.domain == library.domain}
+        records = [library.by_onnx_name[op] for op in sorted(needed) if op in library.by_onnx_name]
+        lacking = [each.onnx_name for each in records if choice.device is None and "cpu" not in each.devices]
+        text = f"{model.name}: {library.path} has no CPU kernel of {', '.join(lacking)}"
+        if not lacking:
+            kept.append(library)
+        elif bodies and {(library.domain, op) for op in needed} <= model.bodies:
+            said = f"{text}, so the function bodies of {library.domain} run instead, which is slower"
+            warnings.warn(said, TwinopWarning, stacklevel=3)
+        else:
+            why = "the model lacks function bodies" if bodies else NO_BODIES
+            raise RunError(
+                f"{text}, and {why}. Run it on a GPU, or give the op a CPU kernel", "NotImplemented"
+            )
+    return kept
 
 
 def _onnxruntime() -> Any:
@@ -289,13 +316,9 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider], giv
                 f". It infers few types in functions, and {where[0]} is in one: twinop.export.attach_bodies "
                 "puts such functions into the graph"
             )
-        lacking = [op for _, op in model.bodies if f"an implementation for {op}(" in said]
-        if lacking:
-            said += f". The library has no kernel of {lacking[0]} here; with library=False its body runs"
         if given and model.nodes:
             said += ". Session options that have a library already need library=False"
-        kind = NoKernelError if lacking else RunError
-        raise kind(f"{model.name}: ONNX Runtime refuses it: {said}", type(error).__name__) from error
+        raise RunError(f"{model.name}: ONNX Runtime refuses it: {said}", type(error).__name__) from error
 
 
 def _may_crash(proto: onnx.ModelProto) -> bool:

@@ -213,13 +213,14 @@ def _run_node(provider: str, libraries: list[Library]) -> Iterator[str]:
 
 def _open(path: Path, named: Path | None, allow: bool) -> Iterator[str]:
     """Opens a session, in another process; yields its device, and what it warns of."""
-    from .create_session import choose_providers, open_session
+    from .create_session import choose_providers, open_session, with_kernels
 
     model = load_model(path)
     libraries = choose_libraries(model, named, allow_model_libraries=allow)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TwinopWarning)
-        opened = open_session(model, libraries, choose_providers(None, libraries))
+        choice = choose_providers(None, libraries)
+        opened = open_session(model, with_kernels(model, libraries, choice), choice)
     yield opened.device
     yield from (str(each.message) for each in caught)
 

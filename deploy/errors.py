@@ -29,7 +29,3 @@ class RunError(TwinopError):
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.code = code
-
-
-class NoKernelError(RunError):
-    """A library has no kernel of an op on this device; the model has the op's function body."""

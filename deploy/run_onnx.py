@@ -26,7 +26,7 @@ from rich.text import Text
 from twinop.cli.console import Timeout, out, print_note, program
 from twinop.deploy.create_session import PROVIDERS, session
 from twinop.deploy.custom_nodes import custom_nodes, is_custom
-from twinop.deploy.errors import FeedError, NoKernelError, RunError
+from twinop.deploy.errors import FeedError, RunError
 from twinop.deploy.inference_session import NodeRun, Session
 from twinop.deploy.node_parity import Comparison, compare, observed
 from twinop.deploy.ort_process import SERVER, time_limit
@@ -128,13 +128,7 @@ def _open_and_run(
     path: Path, provider: str, library: list[Path] | None, allow: bool, shapes: list[str], seed: int
 ) -> Iterator[Any]:
     """Yields libraries, device, inputs, outputs, the nodes' runs, and why sizes are others."""
-    options: dict[str, Any] = {"profile": True, "allow_model_libraries": allow}
-    try:
-        opened = session(path, PROVIDERS[provider], library, **options)
-    except NoKernelError:
-        said = f"{path}: its library has no kernel for this device, so function bodies run, which is slower"
-        warnings.warn(said, TwinopWarning, stacklevel=1)
-        opened = session(path, PROVIDERS[provider], False, **options)
+    opened = session(path, PROVIDERS[provider], library, profile=True, allow_model_libraries=allow)
     yield opened.libraries
     yield f"{opened.device} ({opened.reason})"
     feeds, refused = _random_feeds(opened, _parse_shapes(shapes, opened), seed), ""
@@ -183,7 +177,11 @@ def _compare_with_torch(
         torch_op.load(library.path)
     if not any(map(is_custom, model.graph.node)):
         return []
-    watched = session(model, PROVIDERS[provider], [each.path for each in libraries] or False, folder=folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TwinopWarning)  # the first session's were shown
+        watched = session(
+            model, PROVIDERS[provider], [each.path for each in libraries] or False, folder=folder
+        )
     tensors = {name: to_tensor(array).to(watched.device) for name, array in feeds.items()}
     records = {record.node_type: record for each in libraries for record in each.by_onnx_name.values()}
     wanted = {name for node in filter(is_custom, model.graph.node) for name in (*node.input, *node.output)}

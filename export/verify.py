@@ -117,9 +117,8 @@ def verify(
         report.libraries = paths_in_use(model, used)
         known = {record for each in used for record in each.by_onnx_name.values()}
         if foreign := [record.onnx_name for record in calls if record not in known]:
-            report.notes.append(
-                f"no ONNX Runtime library with {', '.join(foreign)} was found: compared on the function body"
-            )
+            names = ", ".join(foreign)
+            report.notes.append(f"no library with a CPU kernel of {names}: compared on the function body")
     except NotRunnable as error:
         report.parity_reason = str(error)
         for index, (value, tensor) in enumerate(zip(model.graph.outputs, cases[0].expected, strict=False)):

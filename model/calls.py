@@ -86,9 +86,9 @@ def make_call(
 
 
 def paths_in_use(model: ir.Model, libraries: Iterable[Library]) -> list[Path]:
-    """Returns the files of the libraries that have an op of a model's nodes."""
+    """Returns the files of the libraries that have an op of a model's nodes, each once."""
     nodes = {(node.domain, node.op_type) for graph in graphs_of(model) for node in graph.all_nodes()}
-    return [library.path for library in in_use(libraries, nodes)]
+    return [*dict.fromkeys(library.path for library in in_use(libraries, nodes))]
 
 
 def graphs_of(model: ir.Model) -> list[ir.Graph | ir.Function]:

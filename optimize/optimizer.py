@@ -18,7 +18,6 @@ from twinop.deploy.ort_process import SERVER, time_limit
 from twinop.deploy.ort_runs import NotRunnable, run
 from twinop.deploy.tensor_specs import RIGHT_PADDED
 from twinop.errors import ExportError, TwinopError, option
-from twinop.model.calls import paths_in_use
 from twinop.model.files import EXTERNAL_DATA_BYTES, save, work_folder
 from twinop.model.folding import take_defaults
 from twinop.record.op_spec import OpSpec
@@ -294,7 +293,7 @@ def _converted(source: Source, context: g.RewriteContext) -> ir.Model:
         for node in [node for node in model.graph if node.op_type == decoders.ATTENTION]:
             cached_attention.join_norms(node)
     model = source.finished(model)
-    report.libraries = paths_in_use(model, source.registered)
+    report.libraries = source.libraries_of(model)
     return model
 
 
@@ -306,7 +305,7 @@ def _write_original(verifier: Verifier, folder: Path) -> list[Path]:
     unfuse_ort.split_simplified_norms(model)
     if verifier.whole is not None:
         equivalence.confirm_shapes(model, verifier.whole.reference)
-    report.libraries = paths_in_use(model, source.registered)
+    report.libraries = source.libraries_of(model)
     files = save(model, folder / report.path.name, EXTERNAL_DATA_BYTES, checks=False)  # its fp32 form has run
     if verifier.whole is not None and not source.is_fp32 and source.runs_as_file:
         with suppress(NotRunnable, TwinopError):  # bfloat16 has few kernels on the CPU

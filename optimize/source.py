@@ -13,7 +13,7 @@ from twinop import deploy
 from twinop.errors import ExportError, option
 from twinop.libraries.library import Library, find_library, read_library
 from twinop.model.attach import attach_to_calls
-from twinop.model.calls import find_calls
+from twinop.model.calls import find_calls, paths_in_use
 from twinop.model.files import check_target
 from twinop.model.folding import restore_defaults
 from twinop.model.weights import narrow
@@ -127,6 +127,10 @@ class Source:
     def dtype(self) -> ir.DataType:
         """The dtype of most nodes of the result."""
         return precision.DTYPES.get(self.report.dtype, ir.DataType.FLOAT)
+
+    def libraries_of(self, model: ir.Model) -> list[Path]:
+        """Returns the libraries that a result needs, also those that lack CPU kernels."""
+        return paths_in_use(model, [*self.registered, *map(read_library, self.user_ops.libraries)])
 
     @property
     def runs_as_file(self) -> bool:

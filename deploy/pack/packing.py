@@ -1,7 +1,6 @@
 """Reads and checks what is packed, and writes the folder, whole or not at all."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from twinop.system.regular_file import real_path
 
 from ..check_nodes import require_fit
 from ..choose_library import choose_libraries
-from ..create_session import session
+from ..create_session import choose_providers, open_session, with_kernels
 from ..custom_nodes import Model, load_model, tensors
 from ..errors import PackError, RunError
 from ..service.datatypes import require_servable
@@ -74,8 +73,8 @@ def read_contents(options: Options) -> Packed:
         raise LibraryError(f"{files}: packed libraries lie in one folder, so their names must differ")
     gpu, note = _wants_gpu(options.gpu, found), ""
     try:  # which checks the model as Triton's backend does
-        paths: list[str | os.PathLike[str]] = [library.path for library in found]
-        session(path, ["CPUExecutionProvider"], paths or False)
+        choice = choose_providers(["CPUExecutionProvider"], found)
+        open_session(model, with_kernels(model, found, choice, bodies=False), choice)
     except RunError as error:
         if not gpu:  # some types have kernels for GPUs only
             raise

@@ -23,7 +23,7 @@ from twinop.system.regular_file import real_path
 
 from ..check_nodes import require_fit
 from ..choose_library import allow, choose_libraries
-from ..create_session import PROVIDERS, Choice, choose_providers, open_session
+from ..create_session import PROVIDERS, Choice, choose_providers, open_session, with_kernels
 from ..cuda import CUDA, has_gpu
 from ..custom_nodes import Model, custom_nodes, load_model, tensors
 from ..errors import ModelError, ProviderError, RunError
@@ -169,6 +169,7 @@ def _open(
 ) -> tuple[Choice, list[Session]]:
     """Open a session for each instance on CUDA, so that each has a stream; on the CPU all share one."""
     choice = choose_providers(PROVIDERS[settings.provider], libraries, uses_torch=False)
+    with_kernels(model, libraries, choice, bodies=False)
     if settings.provider_options and choice.device is not None:
         options = {name: _text(value) for name, value in settings.provider_options["cuda"].items()}
         device = int(options.get("device_id", choice.device))

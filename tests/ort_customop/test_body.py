@@ -16,11 +16,15 @@ from ort_cases import custom, graph, one_node
 from ort_versions import SLOW, SUPPORTED, environment
 from samples import RECORDS, Sample, combinations, presence_patterns, samples
 from slow_cases import often
+from typer.testing import CliRunner
 
 from twinop import deploy
+from twinop.cli import app
 from twinop.deploy import RunError, run_onnx
 from twinop.errors import TwinopWarning
 from twinop.export import attach_bodies
+from twinop.libraries.library import find_library
+from twinop.optimize import optimize
 from twinop.record.op_spec import OpSpec
 
 NAMES = ("relu", "gelu", "swiglu", "layer_norm", "add_rms_norm", "pad_affine", "double_and_sum")
@@ -185,17 +189,23 @@ def test_a_user_binds_an_output_to_the_memory_of_an_input(size: int, tmp_path: P
 
 
 def test_an_op_without_a_body_on_the_cpu_runs_that_of_the_model(tmp_path: Path) -> None:
-    record = OPS["relu"]
-    path = body_library(tmp_path, [BodyOp(record, {})])
-    sample = next(iter(samples(record, dict(record.combinations[0]))))
-    model = attach_bodies(one_node(record, record.combinations[0], sample))
-    with pytest.raises(RunError, match="no kernel of CustomRelu here; with library=False its body runs"):
-        deploy.session(model, ["CPUExecutionProvider"], path)
-    assert deploy.session(model, ["CPUExecutionProvider"], False).run(feeds_of(sample))
-    onnx.save(model, file := tmp_path / "model.onnx")
-    with pytest.warns(TwinopWarning, match="no kernel for this device, so function bodies run"):
-        libraries, _, _, outputs, ran, _ = run_onnx._open_and_run(file, "cpu", [path], False, ["x=2,3"], 0)
-    assert libraries == [] and len(outputs) == 1 and "CustomRelu" not in {each.op_type for each in ran}
+    paths = [body_library(tmp_path, [BodyOp(OPS["relu"], {})]), find_library("test_cube")]
+    cube = onnx.helper.make_node("CustomCube", ["v"], ["y"], domain="test_cube")
+    nodes = [custom(OPS["relu"], ["x"], ["v"]), cube]
+    plain = graph(nodes, {"x": ("float32", ("n",))}, {"y": ("float32", ("n",))})
+    plain.opset_import.append(onnx.helper.make_opsetid("test_cube", 1))
+    onnx.save(attach_bodies(plain), file := tmp_path / "model.onnx")
+    with pytest.warns(TwinopWarning, match="has no CPU kernel of CustomRelu, so the function bodies of"):
+        libraries, _, _, outputs, ran, _ = run_onnx._open_and_run(file, "cpu", paths, False, ["x=2"], 0)
+    assert [each.path for each in libraries] == paths[1:] and len(outputs) == 1
+    assert {"CustomCube", "CustomRelu"} & {each.op_type for each in ran} == {"CustomCube"}
+    with pytest.raises(RunError, match="CPU kernel of CustomRelu, and the model lacks function bodies"):
+        deploy.session(plain, ["CPUExecutionProvider"], paths)
+    report = optimize(file, tmp_path / "out.onnx", device="cpu", library=paths)
+    assert {*report.libraries} == {*paths}
+    options = [f"--library={path}" for path in paths] + [f"--library-folder={tmp_path}"]
+    done = CliRunner().invoke(app, ["check", str(file), "--provider=cpu", *options])
+    assert "kernel of CustomRelu, and a service does not run function bodies" in " ".join(done.output.split())
 
 
 def test_a_body_without_a_model_for_a_call(tmp_path: Path) -> None:
