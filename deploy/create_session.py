@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -311,6 +312,13 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider], giv
             why = without_optimizations("fails", said)
             warnings.warn(f"{model.name}: {why}", TwinopWarning, stacklevel=4)
             return inner
+        kernel = r" : Could not find an implementation for (\S+)\(\d+\) node with name (.*)"
+        if found := re.search(kernel, said):
+            device = "CPU " * (providers == [_CPU])
+            said = (
+                f"it has no {device}kernel for {found[1]} with the types of node {found[2]}. Run it on a GPU"
+            )
+            said += ", or convert a file in 16 bits: twinop optimize --dtype float32"
         if where := [node.label for node in model.nodes if " in function " in node.label]:
             said += (
                 f". It infers few types in functions, and {where[0]} is in one: twinop.export.attach_bodies "

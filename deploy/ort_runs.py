@@ -125,7 +125,7 @@ def run(
         raise NotRunnable(f"{name} crashes ({crash}) on this model on the CPU") from crash
     except RunError as error:
         if error.code == "NotImplemented":
-            op = re.search(r"implementation for (?:\S+:)?(\w+)\(\d+\)", str(error))
+            op = re.search(r"(?:implementation|CPU kernel) for (?:\S+:)?(\w+)", str(error))
             raise NotRunnable(f"{name} has no CPU kernel for {op[1]}" if op else str(error)) from error
         raise ExportError(str(error)) from error
     _loaded.update(loaded)

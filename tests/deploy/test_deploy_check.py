@@ -206,6 +206,11 @@ def test_external_data(tmp_path: Path) -> None:
 def test_a_model_that_onnx_runtime_refuses_for_its_own_reasons() -> None:
     with pytest.raises(RunError, match="ONNX Runtime refuses it: .*NoSuchOp"):
         session(model([node("NoSuchOp", domain="")], [value("x")], [value("y")]))
+    values = [value("x", "bfloat16"), value("y", "bfloat16")]
+    with pytest.raises(
+        RunError, match="it has no CPU kernel for Relu with the types of node .* or convert a"
+    ):
+        session(model([node("Relu", domain="")], values[:1], values[1:]), ["CPUExecutionProvider"])
 
 
 def test_a_model_without_custom_nodes_needs_no_library() -> None:
