@@ -201,11 +201,13 @@ def with_kernels(
 
     RunError: the model does not have these function bodies, or they may not run (`bodies`).
     """
+    if choice.device is not None:
+        return [*libraries]
     kept = []
     for library in libraries:
         needed = {node.proto.op_type for node in model.nodes if node.proto.domain == library.domain}
         records = [library.by_onnx_name[op] for op in sorted(needed) if op in library.by_onnx_name]
-        lacking = [each.onnx_name for each in records if choice.device is None and "cpu" not in each.devices]
+        lacking = [each.onnx_name for each in records if "cpu" not in each.devices]
         text = f"{model.name}: {library.path} has no CPU kernel of {', '.join(lacking)}"
         if not lacking:
             kept.append(library)
@@ -313,12 +315,11 @@ def _create(ort: Any, model: Model, options: Any, providers: list[Provider], giv
             warnings.warn(f"{model.name}: {why}", TwinopWarning, stacklevel=4)
             return inner
         kernel = r" : Could not find an implementation for (\S+)\(\d+\) node with name (.*)"
-        if found := re.search(kernel, said):
-            device = "CPU " * (providers == [_CPU])
+        if providers == [_CPU] and (found := re.search(kernel, said)):
             said = (
-                f"it has no {device}kernel for {found[1]} with the types of node {found[2]}. Run it on a GPU"
+                f"it has no CPU kernel for {found[1]} with the types of node {found[2]}. Run it on a GPU, or "
+                "convert a file in 16 bits: twinop optimize --dtype float32"
             )
-            said += ", or convert a file in 16 bits: twinop optimize --dtype float32"
         if where := [node.label for node in model.nodes if " in function " in node.label]:
             said += (
                 f". It infers few types in functions, and {where[0]} is in one: twinop.export.attach_bodies "

@@ -100,7 +100,7 @@ class Comparison:
             errors, note = self._errors_in(result, reference)
             self.note = f"the new file: {note}" if note else ""
         except NotRunnable as refused:
-            self.note = f"compared in its fp32 form: {refused}, so the file runs on a GPU only"
+            self.note = f"compared in its fp32 form: {refused}, so the CPU does not run the file"
             return None
         except TwinopError as failure:
             self.note = self._note_on(failure, plain_form, reference)
